@@ -229,7 +229,7 @@ MUTANTS = [
     Mutant(
         "an appended dataset trains its tokenizer anew",
         "kftrain/sharding/shard_dataset.py",
-        "known = self._known_assets() if self._task.asset_names else {}",
+        "known = self._read_latest_assets() if self._task.asset_names else {}",
         "known = {}",
         "tests/unit/cli/test_tokenizer.py -k appended",
     ),
@@ -1276,22 +1276,22 @@ MUTANTS = [
     Mutant(
         "each file is a part",
         "kftrain/sharding/sources/pieces.py",
-        "return hash_of(name) * target_bytes < size << 64",
+        "return hash_name(name) * target_bytes < size << 64",
         "return True",
         "tests/unit/sharding/sources/test_source_parts.py -k about_the_size",
     ),
     Mutant(
         "a part that is there is written again",
         "kftrain/sharding/parts/store.py",
-        "found = self.find(input_digest, part.state)",
-        "found = None",
+        "document = self.find(input_digest, part.state)",
+        "document = None",
         "tests/unit/sharding/parts/test_appended.py -k only_the_part",
     ),
     Mutant(
         "copies in both splits are not looked for",
         "kftrain/sharding/parts/findings.py",
-        "*_common(self._contents, *known)",
-        "*_common(self._contents, known[0], known[1][:0])",
+        "*_find_common(self._contents, *known)",
+        "*_find_common(self._contents, known[0], known[1][:0])",
         "tests/unit/sharding/parts/test_findings.py -k comparison_of_all",
     ),
     Mutant(

@@ -26,7 +26,7 @@ from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.schema import BYTES, Arrays, Block, Field, SampleSchema, Window
 from kftrain.data.shards.manifest import Manifest, Split, content_digest
 from kftrain.data.shards.writer import SplitWriter
-from kftrain.data.windows import TokenWindows, windowed
+from kftrain.data.windows import TokenWindows, cut_windows
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,7 @@ def adopt(shards: Path, into: Path) -> None:
 def opened(folder: Path) -> ShardedDataset | TokenWindows:
     """Its training split: images, or a stream of tokens cut into samples."""
     window = Window(content.SEQUENCE_LENGTH, content.SEQUENCE_LENGTH, {"tokens": 0})
-    return windowed(ShardedDataset.open(str(folder / "manifest.json"), "train"), window)
+    return cut_windows(ShardedDataset.open(str(folder / "manifest.json"), "train"), window)
 
 
 def order_of(samples: ShardedDataset | TokenWindows) -> TrainingOrder:

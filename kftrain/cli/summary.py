@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kftrain.client.completed_run import CompletedRun
 from kftrain.config import Config
-from kftrain.data.shards.manifest import counted
+from kftrain.data.shards.manifest import describe_counts
 from kftrain.report import wording
 from kftrain.run import advice
 from kftrain.run.advice import Situation
@@ -25,7 +25,7 @@ def success_lines(run_uri: str) -> list[str]:
         return [f"run {paths.run_id} had nothing to do: {skipped.line}"]
     run = CompletedRun.read(run_uri)
     _, manifest = read_dataset(paths)
-    data = f"{manifest.source}: {counted(manifest)} (dataset {wording.shorten_digest(manifest.dataset_digest)})"
+    data = f"{manifest.source}: {describe_counts(manifest)} (dataset {wording.shorten_digest(manifest.dataset_digest)})"
     baselines = run.evaluation.baselines
     metrics = [_metric(name, value, baselines.get(name, {})) for name, value in run.evaluation.metrics.items()]
     return [

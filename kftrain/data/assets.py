@@ -28,18 +28,18 @@ _FIX = "shard the data again: kftrain shard"
 
 def keep_assets(root: str, assets: Mapping[str, bytes]) -> dict[str, str]:
     """Writes the files below a storage root, where they are not there yet: name -> digest."""
-    found = digests_of(assets)
-    for name, digest in found.items():
+    digests = digest_assets(assets)
+    for name, digest in digests.items():
         uri = _uri(root, name, digest)
         if len(assets[name]) > MAX_ASSET_BYTES:
             raise DataError(f"larger than {MAX_ASSET_BYTES} bytes", where="task.assets()", value=name)
         if not (storage.exists(uri) and storage.sha256_file(uri) == digest):
             storage.publish(uri, assets[name])
-    return found
+    return digests
 
 
-def digests_of(assets: Mapping[str, bytes]) -> dict[str, str]:
-    """Name -> sha256."""
+def digest_assets(assets: Mapping[str, bytes]) -> dict[str, str]:
+    """Return name -> sha256 of each file."""
     return {name: storage.sha256_bytes(content) for name, content in assets.items()}
 
 
@@ -48,7 +48,7 @@ def read_assets(root: str, settings: Mapping[str, Any]) -> dict[str, bytes]:
 
     Raises DataError where one is missing, or is not what the dataset's settings say.
     """
-    found = {}
+    assets = {}
     for name, digest in dict(settings.get(ASSETS) or {}).items():
         uri = _uri(root, name, digest)
         with reading(uri):
@@ -56,12 +56,12 @@ def read_assets(root: str, settings: Mapping[str, Any]) -> dict[str, bytes]:
             content = storage.read_bytes(uri) if size <= MAX_ASSET_BYTES else b""
         if storage.sha256_bytes(content) != digest:
             raise DataError("its content has changed: the sha256 differs", where=uri, fix=_FIX)
-        found[name] = content
-    return found
+        assets[name] = content
+    return assets
 
 
-def root_of(manifest_uri: str) -> str:
-    """The storage root of `<root>/shards/<digest>/manifest.json`."""
+def find_storage_root(manifest_uri: str) -> str:
+    """Return the storage root of `<root>/shards/<digest>/manifest.json`."""
     return manifest_uri.rsplit("/", 3)[0]
 
 

@@ -24,8 +24,8 @@ _JSON = "json"
 """The field whose entries stand for fields that have no file of their own."""
 
 
-def conversion_of(manifest: Manifest, task: EncodingTask) -> Conversion | None:
-    """What a task needs to read a dataset; None where its shards were written for it.
+def find_conversion(manifest: Manifest, task: EncodingTask) -> Conversion | None:
+    """Build what a task needs to read a dataset; None where its shards were written for it.
 
     Raises DataError where adopted samples have no file for a field of the task.
     """
@@ -38,7 +38,7 @@ class Conversion:
     def __init__(self, stored: SampleSchema, task: EncodingTask) -> None:
         self.schema = task.sample_schema()
         self._task = task
-        self._sources = {field.name: _source_of(field, stored) for field in self.schema.fields}
+        self._sources = {field.name: _find_source(field, stored) for field in self.schema.fields}
 
     def __call__(self, stored: Arrays, place_of: Callable[[int], str]) -> Arrays:
         """Rows as the task reads them.
@@ -55,33 +55,35 @@ class Conversion:
         }
 
     def _numbers(self, field: Field, files: np.ndarray, place_of: Callable[[int], str]) -> np.ndarray:
-        source, found = self._sources[field.name], np.empty((len(files), *field.shape), field.dtype)
+        source, values = self._sources[field.name], np.empty((len(files), *field.shape), field.dtype)
         for row, content in enumerate(files):
             try:
-                found[row] = self._task.encode_field(Record("", _values(source, bytes(content), field.name)), field)
+                values[row] = self._task.encode_field(
+                    Record("", _read_fields(source, bytes(content), field.name)), field
+                )
             except DataError as error:
                 raise DataError(error.what, where=place_of(row), value=error.value, fix=error.fix) from error
-        return found
+        return values
 
 
-def _source_of(field: Field, stored: SampleSchema) -> Field:
-    """The stored field that a field is made from."""
-    by_name = {each.name: each for each in stored.fields}
-    found = by_name.get(field.name) or (None if field.is_encoded else by_name.get(_JSON))
-    if found is None:
+def _find_source(field: Field, stored: SampleSchema) -> Field:
+    """Find the stored field that a field is made from."""
+    by_name = {field.name: field for field in stored.fields}
+    source = by_name.get(field.name) or (None if field.is_encoded else by_name.get(_JSON))
+    if source is None:
         raise DataError(
             f"the adopted samples have no file for the field '{field.name}' that the task reads",
             where="data.source",
             value=sorted(by_name),
             fix="say in data.fields which extensions it has, or set data.shards=write",
         )
-    if field.is_encoded and (unknown := sorted(set(found.extensions) - set(field.extensions))):
+    if field.is_encoded and (unknown := sorted(set(source.extensions) - set(field.extensions))):
         raise DataError(f"the task reads no .{unknown[0]} as '{field.name}'", where="data.source", value=unknown)
-    return found
+    return source
 
 
-def _values(source: Field, content: bytes, name: str) -> dict[str, Any]:
-    """What a record has that was read from this file."""
+def _read_fields(source: Field, content: bytes, name: str) -> dict[str, Any]:
+    """Build the fields that a record has that was read from this file."""
     extension = source.extensions[0]
     if extension != _JSON:
         (value,) = dict(decode_members({extension: content}, "text", "")).values()

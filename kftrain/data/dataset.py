@@ -18,19 +18,23 @@ import numpy as np
 
 from kftrain.data.conversion import Conversion
 from kftrain.data.schema import Arrays, Field, SampleSchema
-from kftrain.data.shards.manifest import Manifest, again, read_manifest, row_bytes, shard_uri
+from kftrain.data.shards.manifest import Manifest, choose_fix, read_manifest, row_bytes, shard_uri
 from kftrain.data.shards.npy_header import stored_dtype
 from kftrain.data.shards.reader import ShardReader, read_index
 from kftrain.data.shards.verified import Uses
-from kftrain.data.shards.verify import shard_keys
+from kftrain.data.shards.verify import read_shard_keys
 from kftrain.errors import DataError
 
 MAX_OPEN_SHARDS = 128
-"""Enough for several shuffle windows of usual width; what was not read for the longest time is closed first."""
+"""Most shards that stay open: enough for several shuffle windows of usual width. What was not read for the longest time
+is closed first."""
 
 
 class ShardedDataset:
-    """One split of a dataset. All methods may be called from any thread."""
+    """A split of a dataset, read by number.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class ShardedDataset:
 
     @classmethod
     def open(cls, manifest_uri: str, split: str) -> ShardedDataset:
-        """The split `train` or `validation` of the dataset at `manifest_uri`.
+        """Open the split `train` or `validation` of the dataset at `manifest_uri`.
 
         Raises DataError; opens no shard yet.
         """
@@ -83,11 +87,11 @@ class ShardedDataset:
 
     @property
     def num_samples(self) -> int:
-        """Rows of the split."""
+        """Number of rows of the split."""
         return int(self._shard_starts[-1]) - len(self._left_out)
 
     def expect_window(self, num_ranges: int, range_samples: int) -> None:
-        """Says that samples of so many ranges will be read in turns: the shards of these and the next ones stay open.
+        """Expect that samples of so many ranges are read in turns: the shards of these and the next ones stay open.
 
         Opening a shard again reads and checks its index again, which costs many times what reading a sample does.
         """
@@ -97,66 +101,66 @@ class ShardedDataset:
         self._max_open = max(MAX_OPEN_SHARDS, wanted)
 
     def read(self, samples: np.ndarray) -> Arrays:
-        """Samples by their number in stored order, int64 `[k]`: field name -> new array `[k, *shape]`.
+        """Read samples by their number in stored order, int64 `[k]`: field name -> new array `[k, *shape]`.
 
         What is encoded is `[k]` of `object`: bytes, or views of the mapped shard. Raises DataError that names the shard
         where one is missing or damaged, or was found to be while it was read before.
         """
-        gathered = {field.name: np.empty(len(samples), _gathered_dtype(field)) for field in self._stored.fields}
-        for reader, chosen, rows in self._by_shard(samples):
-            for name, found in reader.gather(rows).items():
-                gathered[name][chosen] = found
-        arrays = {field.name: _as_rows(field, gathered[field.name]) for field in self._stored.fields}
+        gathered = {field.name: np.empty(len(samples), _choose_gathered_dtype(field)) for field in self._stored.fields}
+        for reader, chosen, rows in self._split_by_shard(samples):
+            for name, rows_of_field in reader.gather(rows).items():
+                gathered[name][chosen] = rows_of_field
+        arrays = {field.name: _view_as_rows(field, gathered[field.name]) for field in self._stored.fields}
         return self._conversion(arrays, lambda row: self.place_of(int(samples[row]))) if self._conversion else arrays
 
     def read_range(self, start: int, stop: int) -> tuple[Arrays, np.ndarray]:
-        """Samples start … stop - 1 in stored order, and the group id of each, int64 `[stop - start]`."""
+        """Read samples start … stop - 1 in stored order, and the group id of each, int64 `[stop - start]`."""
         samples = np.arange(start, stop, dtype=np.int64)
         return self.read(samples), self.group_of(samples)
 
     def read_runs(self, starts: np.ndarray, length: int) -> Arrays:
-        """Of each start that row and those after it, `length` in all: field name -> new array `[k, length, *shape]`.
+        """Read `length` rows from each start on: field name -> new array `[k, length, *shape]`.
 
         Rows are numbered in stored order, and all of them are in the split. For fields of numbers. Raises DataError.
         """
         gathered = {field.name: np.empty(len(starts), f"V{length * row_bytes(field)}") for field in self.schema.fields}
-        for reader, chosen, rows in self._by_shard(starts):
+        for reader, chosen, rows in self._split_by_shard(starts):
             is_whole = reader.rows_left(rows) >= length
-            for name, found in reader.gather(rows[is_whole], length).items():
-                gathered[name][chosen[is_whole]] = found
+            for name, strings in reader.gather(rows[is_whole], length).items():
+                gathered[name][chosen[is_whole]] = strings
             for number in chosen[~is_whole].tolist():
-                for name, content in self._joined_run(int(starts[number]), length).items():
+                for name, content in self._read_joined_run(int(starts[number]), length).items():
                     gathered[name][number] = np.frombuffer(content, gathered[name].dtype)[0]
         return {
             field.name: gathered[field.name].view(stored_dtype(field.dtype)).reshape(len(starts), length, *field.shape)
             for field in self.schema.fields
         }
 
-    def _joined_run(self, start: int, length: int) -> dict[str, bytes]:
-        """The bytes of rows that follow each other across blocks or shards."""
+    def _read_joined_run(self, start: int, length: int) -> dict[str, bytes]:
+        """Read the bytes of rows that follow each other across blocks or shards."""
         parts = {field.name: b"" for field in self.schema.fields}
         stop = start + length
         while start < stop:
-            (shard_id,), row = self._located(np.array([start]))
-            reader = self._shard(int(shard_id))
+            (shard_id,), row = self._locate(np.array([start]))
+            reader = self._open_shard(int(shard_id))
             taken = min(stop - start, int(reader.rows_left(row)[0]))
-            for name, found in reader.gather(row, taken).items():
-                parts[name] += found.tobytes()
+            for name, strings in reader.gather(row, taken).items():
+                parts[name] += strings.tobytes()
             start += taken
         return parts
 
     def sample_bytes(self, samples: np.ndarray) -> np.ndarray:
-        """Bytes of each sample over all fields, int64 `[k]`, from the indexes alone."""
+        """Return the bytes of each sample over all fields, int64 `[k]`, from the indexes alone."""
         sizes = np.empty(len(samples), np.int64)
-        for reader, chosen, rows in self._by_shard(samples):
+        for reader, chosen, rows in self._split_by_shard(samples):
             sizes[chosen] = reader.sample_bytes(rows)
         return sizes
 
     def extensions_of(self, samples: np.ndarray) -> dict[str, list[str]]:
-        """Of each encoded field the extensions of these samples' files, by their number in stored order."""
+        """Return for each encoded field the extensions of these samples' files, by number in stored order."""
         fields = [field for field in self.schema.fields if field.is_encoded]
         extensions = {field.name: [field.extensions[0]] * len(samples) for field in fields}
-        for reader, chosen, rows in self._by_shard(samples):
+        for reader, chosen, rows in self._split_by_shard(samples):
             for field in fields:
                 for row, name in zip(chosen.tolist(), reader.member_names(rows, field.name), strict=True):
                     extension = name.rpartition("/")[2].partition(".")[2].lower()
@@ -165,28 +169,28 @@ class ShardedDataset:
         return extensions
 
     def group_of(self, global_rows: np.ndarray) -> np.ndarray:
-        """Group ids, int64 `[k]` in 0 … num_groups - 1, of samples by their number in stored order."""
+        """Return group ids, int64 `[k]` in 0 … num_groups - 1, of samples by their number in stored order."""
         return np.searchsorted(self._group_ends, global_rows, side="right")
 
     def group_keys(self) -> list[str]:
-        """The key of each group, in the order of their ids; of a mixture below the name of its component.
+        """Return the key of each group, in the order of their ids; of a mixture below the name of its component.
 
-        A key of content that comes again in another part is counted on: `a.jsonl:1f…` becomes `a.jsonl:1f…#2`.
-        Raises DataError where a shard is damaged.
+        A key of content that comes again in another part is counted on: `a.jsonl:1f…` becomes `a.jsonl:1f…#2`. Raises
+        DataError where a shard is damaged.
         """
         keys: dict[str, None] = {}
         numbers = Counter[str]()
         prefixes = self._key_prefixes or [""] * len(self._shards)
         for number, (shard, prefix) in enumerate(zip(self._shards, prefixes, strict=True)):
-            self._shard(number)
-            found = list(shard_keys(self._uri, shard, self._stored))
-            if len(found) != shard.num_blocks:
+            self._open_shard(number)
+            block_keys = list(read_shard_keys(self._uri, shard, self._stored))
+            if len(block_keys) != shard.num_blocks:
                 raise DataError(
-                    f"the archive has {len(found)} blocks, not {shard.num_blocks}",
+                    f"the archive has {len(block_keys)} blocks, not {shard.num_blocks}",
                     where=shard_uri(self._uri, shard),
-                    fix=again(shard),
+                    fix=choose_fix(shard),
                 )
-            for key in (prefix + each for each in found):
+            for key in (prefix + key_in_shard for key_in_shard in block_keys):
                 while key in keys:
                     content = key.rpartition("#")[0] or key
                     numbers[content] += 1
@@ -195,13 +199,16 @@ class ShardedDataset:
         return list(itertools.compress(keys, self._group_rows))
 
     def place_of(self, sample: int) -> str:
-        """Where a sample lies, for people: the URI of its shard, and its key. Reads the shard up to there."""
-        (shard_id,), (row,) = (found.tolist() for found in self._located(np.array([sample])))
+        """Tell people where a sample lies: the URI of its shard, and its key.
+
+        Reads the shard up to there.
+        """
+        (shard_id,), (row,) = (located.tolist() for located in self._locate(np.array([sample])))
         shard = self._shards[shard_id]
         uri = shard_uri(self._uri, shard)
         stops = np.cumsum(read_index(self._uri, shard, self._stored)[:, 0])
         block = int(np.searchsorted(stops, row, side="right"))
-        keys = shard_keys(self._uri, shard, self._stored)
+        keys = read_shard_keys(self._uri, shard, self._stored)
         return f"{uri}, {next(itertools.islice(keys, block, None), 'unknown key')}"
 
     @functools.cached_property
@@ -216,23 +223,23 @@ class ShardedDataset:
     def _group_ends(self) -> np.ndarray:
         return np.cumsum(self._group_rows[self._group_rows > 0])
 
-    def _located(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Shard ids, and rows within them."""
+    def _locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return shard ids, and rows within them."""
         num_seen_before = self._left_out - np.arange(len(self._left_out))
         stored = samples + np.searchsorted(num_seen_before, samples, side="right")
         shard_ids = np.searchsorted(self._shard_starts, stored, side="right") - 1
         return shard_ids, stored - self._shard_starts[shard_ids]
 
-    def _by_shard(self, samples: np.ndarray) -> Iterator[tuple[ShardReader, np.ndarray, np.ndarray]]:
-        """Each shard that holds some of these samples, which of them those are, and their rows in it."""
-        shard_ids, rows = self._located(samples)
+    def _split_by_shard(self, samples: np.ndarray) -> Iterator[tuple[ShardReader, np.ndarray, np.ndarray]]:
+        """Yield each shard that holds some of these samples, which of them those are, and their rows in it."""
+        shard_ids, rows = self._locate(samples)
         order = np.argsort(shard_ids, kind="stable")
         starts = np.flatnonzero(np.diff(shard_ids[order], prepend=-1)).tolist()
         for start, stop in itertools.pairwise([*starts, len(rows)]):
             chosen = order[start:stop]
-            yield self._shard(int(shard_ids[chosen[0]])), chosen, rows[chosen]
+            yield self._open_shard(int(shard_ids[chosen[0]])), chosen, rows[chosen]
 
-    def _shard(self, number: int) -> ShardReader:
+    def _open_shard(self, number: int) -> ShardReader:
         if self._uses is not None:
             self._uses.raise_found()
         with self._lock:
@@ -248,11 +255,11 @@ class ShardedDataset:
             return reader
 
 
-def _gathered_dtype(field: Field) -> str:
+def _choose_gathered_dtype(field: Field) -> str:
     return "O" if field.is_encoded else f"V{row_bytes(field)}"
 
 
-def _as_rows(field: Field, gathered: np.ndarray) -> np.ndarray:
+def _view_as_rows(field: Field, gathered: np.ndarray) -> np.ndarray:
     if field.is_encoded:
         return gathered
     return gathered.view(stored_dtype(field.dtype)).reshape(len(gathered), *field.shape)

@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from kftrain.tasks.base import TrainingTask
 
 DecodeRow = Callable[[Arrays, np.random.Generator], Arrays]
-"""From one sample as it is stored to the same as it is used. The generator is for this call only."""
+"""Function from a sample as it is stored to the same as it is used. The generator is for this call only."""
 
 
 class Samples(Protocol):
-    """What is read by number: a split, or a view of one or of several."""
+    """Samples that are read by number: a split, or a view of one or of several."""
 
     @property
     def num_samples(self) -> int:
-        """Of one epoch."""
+        """Number of samples of one epoch."""
         ...
 
     def read(self, samples: np.ndarray) -> Arrays:
-        """Samples by number, int64 `[k]`, as they are stored: field name -> `[k, *shape]`, files as `object`."""
+        """Read samples by number, int64 `[k]`, as they are stored: field name -> `[k, *shape]`, files as `object`."""
         ...
 
     def place_of(self, sample: int) -> str:
-        """Where a sample lies, for people: the shard and the key. Slow."""
+        """Tell people where a sample lies: the shard and the key. Slow."""
         ...
 
 
@@ -49,22 +49,25 @@ class BadSample:
     """A sample that cannot be decoded."""
 
     number: int
-    """In stored order."""
+    """Number in stored order."""
     error: KftrainError
-    """Names the shard and the key."""
+    """Error that names the shard and the key."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for another process."""
+        """Return plain data, for another process."""
         return {"number": self.number, "error": self.error.to_dict()}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> BadSample:
-        """The inverse of `to_dict`."""
+        """Build it from the result of `to_dict`."""
         return cls(document["number"], error_from_dict(document["error"]))
 
 
 class Generators:
-    """One generator, put to any position of the training order. Not for several threads."""
+    """A generator of random numbers that is put to any position of the training order.
+
+    Not for several threads.
+    """
 
     def __init__(self, seed: int) -> None:
         key = np.frombuffer(hashlib.sha256(f"decode/{seed}".encode()).digest()[:16], "<u8").astype(np.uint64)
@@ -74,7 +77,7 @@ class Generators:
         self._counter = self._start["state"]["counter"]
 
     def at(self, position: int) -> np.random.Generator:
-        """The generator at the first of the random numbers of a position; the one returned before is the same one.
+        """Return the generator at the first random number of a position; the one returned before is the same object.
 
         The first two words of the counter are the generator's own: each position has 2^130 numbers for itself.
         """
@@ -93,7 +96,7 @@ class Layout:
 
     @classmethod
     def of(cls, decoded: Any) -> Layout:
-        """The layout of a decoded sample. Raises UserCodeError where it is none."""
+        """Take the layout of a decoded sample. Raises UserCodeError where it is none."""
         if not isinstance(decoded, Mapping) or not decoded:
             raise UserCodeError(f"must return a dict of arrays, got {type(decoded).__name__}", where="task.decode")
         example = {str(name): np.array(value) for name, value in decoded.items()}
@@ -104,20 +107,20 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Of one decoded sample."""
+        """Bytes of one decoded sample."""
         return sum(value.nbytes for value in self.example.values())
 
     def to_list(self) -> list[tuple[str, str, list[int]]]:
-        """Name, dtype and shape of each field, as plain data."""
+        """Return name, dtype and shape of each field, as plain data."""
         return [(name, value.dtype.str, list(value.shape)) for name, value in self.example.items()]
 
-    def empty(self, num_rows: int) -> Arrays:
-        """Arrays for so many samples."""
+    def make_arrays(self, num_rows: int) -> Arrays:
+        """Make empty arrays for so many samples."""
         return {name: np.empty((num_rows, *value.shape), value.dtype) for name, value in self.example.items()}
 
 
-def decode_row(task: TrainingTask, is_random: bool = True) -> DecodeRow:
-    """The task's own `decode`: what it raises is a UserCodeError, or an error of ours as it is."""
+def wrap_decode(task: TrainingTask, is_random: bool = True) -> DecodeRow:
+    """Wrap the task's own `decode`: what it raises is a UserCodeError, or an error of ours as it is."""
 
     def decode(sample: Arrays, generator: np.random.Generator) -> Arrays:
         with user_code("task.decode"):
@@ -127,7 +130,7 @@ def decode_row(task: TrainingTask, is_random: bool = True) -> DecodeRow:
 
 
 def put_row(into: Arrays, row: int, decoded: Any) -> None:
-    """Writes a decoded sample to its row. Raises UserCodeError where it has another layout."""
+    """Write a decoded sample to its row. Raises UserCodeError where it has another layout."""
     if not isinstance(decoded, Mapping) or decoded.keys() != into.keys():
         shown = sorted(decoded) if isinstance(decoded, Mapping) else type(decoded).__name__
         raise UserCodeError(f"must return {sorted(into)} for each sample, got {shown}", where="task.decode")
@@ -144,43 +147,43 @@ def put_row(into: Arrays, row: int, decoded: Any) -> None:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How rows are decoded."""
+    """Settings of decoding."""
 
     decode: DecodeRow
     seed: int
     max_bad_samples: int = 0
-    """How many of the dataset may be bad; with 0 the first one is raised, else they are left out here and counted by
-    the consumer."""
+    """Most samples of the dataset that may be bad; with 0 the first one is raised, else they are left out here and
+    counted by the consumer."""
 
 
 @dataclass
 class Filled:
-    """What decoding some rows took."""
+    """Result of decoding some rows: bytes, time and bad samples."""
 
     num_bytes: int = 0
-    """Read, as stored."""
+    """Bytes that were read, as stored."""
     seconds: float = 0.0
-    """Of reading and decoding, over all workers."""
+    """Seconds of reading and decoding, over all workers."""
     bad: dict[int, BadSample] = field(default_factory=dict)
     """Row -> what is wrong with its sample."""
 
     def add(self, other: Filled, first_row: int) -> None:
-        """Takes in the rows that begin at `first_row`."""
+        """Take in the rows that begin at `first_row`."""
         self.num_bytes += other.num_bytes
         self.seconds += other.seconds
         self.bad.update({first_row + row: sample for row, sample in other.bad.items()})
 
 
 class Decoder:
-    """Reads and decodes. One for each thread."""
+    """Reader and decoder of samples; one for each thread. One for each thread."""
 
     def __init__(self, samples: Samples, decoding: Decoding) -> None:
         self._samples = samples
         self._decoding = decoding
         self._generators = Generators(decoding.seed)
 
-    def layout(self, locate: Callable[[np.ndarray], np.ndarray]) -> Layout:
-        """Of the first sample of the training order that can be decoded: the same in every process and attempt.
+    def find_layout(self, locate: Callable[[np.ndarray], np.ndarray]) -> Layout:
+        """Find the layout by the first sample in training order that can be decoded: equal in every process.
 
         `locate`: positions -> numbers of samples.
         """
@@ -188,50 +191,50 @@ class Decoder:
         for position in range(min(self._decoding.max_bad_samples + 1, self._samples.num_samples)):
             numbers = locate(np.array([position]))
             try:
-                return Layout.of(self._decoded(_row(self._samples.read(numbers), 0), position))
+                return Layout.of(self._decode(_take_row(self._samples.read(numbers), 0), position))
             except (DataError, UserCodeError) as error:
-                problem = problem or self._named(error, int(numbers[0]))
+                problem = problem or self._name_sample(error, int(numbers[0]))
         assert problem is not None, "an epoch has samples"
         raise problem
 
     def fill(self, into: Arrays, numbers: np.ndarray, positions: np.ndarray) -> Filled:
-        """Decodes the samples of these numbers at these positions of the training order into the rows of `into`.
+        """Decode the samples of these numbers at these positions of the training order into the rows of `into`.
 
         The row of a bad sample is left as it is. Raises what reading raises, and DataError or UserCodeError, with shard
         and key, for a bad sample where none is tolerated.
         """
         start = time.perf_counter()
         arrays = self._samples.read(numbers)
-        filled = Filled(num_bytes=stored_bytes(arrays))
+        filled = Filled(num_bytes=count_stored_bytes(arrays))
         for row, position in enumerate(positions.tolist()):
             try:
-                put_row(into, row, self._decoded(_row(arrays, row), position))
+                put_row(into, row, self._decode(_take_row(arrays, row), position))
             except (DataError, UserCodeError) as error:
-                problem = self._named(error, int(numbers[row]))
+                problem = self._name_sample(error, int(numbers[row]))
                 if not self._decoding.max_bad_samples:
                     raise problem from error
                 filled.bad[row] = BadSample(int(numbers[row]), problem)
         filled.seconds = time.perf_counter() - start
         return filled
 
-    def _decoded(self, sample: Arrays, position: int) -> Arrays:
+    def _decode(self, sample: Arrays, position: int) -> Arrays:
         return self._decoding.decode(sample, self._generators.at(position))
 
-    def _named(self, error: KftrainError, number: int) -> KftrainError:
-        """The same error with shard and key."""
+    def _name_sample(self, error: KftrainError, number: int) -> KftrainError:
+        """Name shard and key in an error."""
         return at_place(error, self._samples.place_of(number))
 
 
 def at_place(error: KftrainError, place: str) -> KftrainError:
-    """The same error of a sample that lies there."""
+    """Name the place of a sample in its error."""
     where = f"{place}: {error.where}" if error.where else place
     return error_from_dict({**error.to_dict(), "where": where})
 
 
-def stored_bytes(arrays: Arrays) -> int:
-    """Of some samples as they were read."""
+def count_stored_bytes(arrays: Arrays) -> int:
+    """Count the bytes of some samples as they were read."""
     return sum(sum(map(len, array)) if array.dtype == object else array.nbytes for array in arrays.values())
 
 
-def _row(arrays: Arrays, row: int) -> Arrays:
+def _take_row(arrays: Arrays, row: int) -> Arrays:
     return {name: array[row] for name, array in arrays.items()}

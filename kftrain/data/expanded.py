@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from kftrain.tasks.base import TrainingTask
 
 KEPT_SAMPLES = 4
-"""Samples whose rows are kept."""
+"""Number of samples whose rows are kept."""
 
 Gather = Callable[[Any], list[Any]]
-"""From what each process says to what all have said, by rank. Collective."""
+"""Collective function from the value of each process to those of all, by rank. Collective."""
 
 
 class Expanded:
@@ -35,20 +35,20 @@ class Expanded:
         self._ends = np.cumsum(num_rows)
         self._starts = self._ends - num_rows
         self.num_groups = dataset.num_groups
-        self._rows = functools.lru_cache(maxsize=KEPT_SAMPLES)(functools.partial(rows_of_sample, dataset, task))
+        self._rows = functools.lru_cache(maxsize=KEPT_SAMPLES)(functools.partial(make_rows, dataset, task))
 
     @property
     def num_samples(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return int(self._ends[-1])
 
     def read(self, rows: np.ndarray) -> Arrays:
-        """Rows by their number, int64 `[k]`."""
+        """Read rows by their number, int64 `[k]`."""
         parts = [self.read_range(row, row + 1)[0] for row in rows.tolist()]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def read_range(self, start: int, stop: int) -> tuple[Arrays, np.ndarray]:
-        """Rows start … stop - 1 in stored order, and the group id of each, int64 `[stop - start]`."""
+        """Read rows start … stop - 1 in stored order, and the group id of each, int64 `[stop - start]`."""
         numbers = np.arange(start, stop, dtype=np.int64)
         first, last = self._sample_of(numbers[[0, -1]]).tolist()
         parts = []
@@ -59,15 +59,15 @@ class Expanded:
         return arrays, self.group_of(numbers)
 
     def group_of(self, rows: np.ndarray) -> np.ndarray:
-        """Group ids, int64 `[k]` in 0 … num_groups - 1, of rows by their number."""
+        """Return group ids, int64 `[k]` in 0 … num_groups - 1, of rows by their number."""
         return self._dataset.group_of(self._sample_of(rows))
 
     def group_keys(self) -> list[str]:
-        """The key of each group, in the order of their ids. Raises DataError where a shard is damaged."""
+        """Return the key of each group, in the order of their ids. Raises DataError where a shard is damaged."""
         return self._dataset.group_keys()
 
     def place_of(self, row: int) -> str:
-        """Where the sample of a row lies, for people: the shard and the key. Slow."""
+        """Tell people where the sample of a row lies: the shard and the key. Slow."""
         return self._dataset.place_of(int(self._sample_of(np.array([row]))[0]))
 
     def _sample_of(self, rows: np.ndarray) -> np.ndarray:
@@ -75,34 +75,34 @@ class Expanded:
 
 
 ValidationRows = ShardedDataset | Expanded
-"""What models are scored on, row by row."""
+"""Dataset that models are scored on, row by row."""
 
 
-def expanded(
+def expand_rows(
     dataset: ShardedDataset,
     task: TrainingTask,
-    gather: Gather = lambda found: [found],
+    gather: Gather = lambda counts: [counts],
     share: tuple[int, int] = (0, 1),
     max_rows: int = 0,
 ) -> ValidationRows:
-    """A validation split as the rows that a task makes of its samples; as it is where the task makes none.
+    """View a validation split as the rows that a task makes of its samples; as it is where the task makes none.
 
     Collective: process i of n, for `share` = (i, n), counts the rows of samples i, i + n, … `max_rows`: who reads no
     more than so many of the first rows has the samples after them left out; 0: all are read.
     """
-    if rows_of_sample(dataset, task, 0) is None:
+    if make_rows(dataset, task, 0) is None:
         return dataset
     num_counted = min(dataset.num_samples, max_rows or dataset.num_samples)
     samples = range(share[0], num_counted, share[1])
-    own = [len(next(iter(rows_of_sample(dataset, task, sample).values()))) for sample in samples]
+    own = [len(next(iter(make_rows(dataset, task, sample).values()))) for sample in samples]
     num_rows = np.empty(num_counted, np.int64)
     for first, counts in enumerate(gather(own)):
         num_rows[first :: share[1]] = counts
     return Expanded(dataset, task, num_rows)
 
 
-def rows_of_sample(dataset: ShardedDataset, task: TrainingTask, sample: int) -> Any:
-    """The rows of one sample, as the task makes them, each with the sample's cluster; None where it makes none."""
+def make_rows(dataset: ShardedDataset, task: TrainingTask, sample: int) -> Any:
+    """Make the rows of one sample, as the task does, each with the sample's cluster; None where it makes none."""
     stored = {name: array[0] for name, array in dataset.read(np.array([sample])).items()}
     cluster = stored.pop(CLUSTER, None)
     rows = task.rows(stored)

@@ -13,7 +13,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".ti
 """Files that count as images, by suffix in any case."""
 
 HELD_OUT_NAMES = ("validation", "val", "test")
-"""What a data set that is split already calls the part that is not trained on; the first that is there counts."""
+"""Names of the held-out part of a data set that is split already; the first that is there counts."""
 
 
 def load_library(name: str, where: str = "data.source") -> Any:
@@ -25,12 +25,12 @@ def load_library(name: str, where: str = "data.source") -> Any:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file counts as an image, by its suffix."""
+    """Tell whether a file counts as an image, by its suffix."""
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def held_out_name(names: Iterable[str]) -> str | None:
-    """Of the parts of a data set the one that becomes our validation split."""
+def choose_held_out_name(names: Iterable[str]) -> str | None:
+    """Choose the part of a data set that becomes our validation split."""
     present = set(names)
     return next((name for name in HELD_OUT_NAMES if name in present), None)
 
@@ -47,7 +47,7 @@ def checked_text(content: bytes, where: str) -> bytes:
 
 
 def parse_json(content: bytes, where: str) -> Any:
-    """A JSON document. Raises DataError."""
+    """Parse a JSON document. Raises DataError."""
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -55,7 +55,7 @@ def parse_json(content: bytes, where: str) -> Any:
 
 
 def with_text(fields: Any, text_field: str, where: str) -> dict[str, Any]:
-    """All fields of a record, the text in `text_field` as UTF-8 bytes under `text`.
+    """Return all fields of a record, the text in `text_field` as UTF-8 bytes under `text`.
 
     Raises DataError where that is no text, or `fields` no dict.
     """

@@ -22,7 +22,7 @@ Box = tuple[float, float, float, float]
 """Left, top, right and bottom of a part of an image, in pixels."""
 
 ChooseBox = Callable[[int, int], Box]
-"""From the width and height of an upright image to the part of it that is wanted."""
+"""Function from the width and height of an upright image to the part of it that is wanted."""
 
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff", "gif")
 """Files that count as images, by what their names end in; the first is the usual one."""
@@ -34,7 +34,7 @@ _BEGINNINGS = {
     **{b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n\x1a\n": "png", b"BM": "bmp", b"GIF8": "gif"},
     **{b"P5": "pgm", b"P6": "ppm", b"II*\0": "tif", b"MM\0*": "tif"},
 }
-"""How a file begins -> its extension."""
+"""First bytes of a file -> its extension."""
 
 _MODES = {
     **{mode: mode for mode in ("L", "LA", "RGB", "RGBA")},
@@ -43,36 +43,35 @@ _MODES = {
 """Pillow's mode of an image -> the one its pixels are taken in; a palette (`P`) depends on the image."""
 
 _DAMAGED = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, OverflowError, struct.error)
-"""What Pillow's decoders raise for content that is not an image, or only a part of one."""
+"""Exceptions that Pillow's decoders raise for content that is not an image, or only a part of one."""
 
 _ORIENTATION = 0x0112
-"""EXIF tag."""
+"""EXIF tag of the orientation."""
 _ON_THEIR_SIDE = range(5, 9)
-"""Its values for which width and height change places."""
+"""Values of that tag for which width and height change places."""
 
 _DETAIL = 2
 """Pixels in each direction that are decoded for one that is wanted, at least."""
 
 
 def decode_image(content: bytes, where: str) -> np.ndarray:
-    """Pixels `[height, width, channels]`, uint8, upright; 1 channel is grey, 3 are RGB, a last one more is alpha.
+    """Decode pixels `[height, width, channels]`, uint8, upright; 1 channel is grey, 3 are RGB, one more is alpha.
 
-    Palettes, CMYK and YCbCr become RGB; of several frames the first counts. Raises DataError for what is
-    damaged, no image of a known format, deeper than 8 bits, or larger than Pillow's limit against
-    decompression bombs.
+    Palettes, CMYK and YCbCr become RGB; of several frames the first counts. Raises DataError for what is damaged, no
+    image of a known format, deeper than 8 bits, or larger than Pillow's limit against decompression bombs.
     """
-    with _opened(content, where) as image:
+    with _open_image(content, where) as image:
         load_library("PIL.ImageOps").exif_transpose(image, in_place=True)
         pixels = np.asarray(image.convert(_mode_of(image, where)))
     return pixels if pixels.ndim == 3 else pixels[..., np.newaxis]
 
 
 def decode_part(content: bytes, size: int, num_channels: int, choose: ChooseBox, where: str) -> np.ndarray:
-    """A part of an upright image, scaled bilinearly: `[size, size, num_channels]` uint8, grey (1) or RGB (3).
+    """Decode a part of an upright image, scaled bilinearly: `[size, size, num_channels]` uint8, grey (1) or RGB (3).
 
     Transparency is dropped. Raises DataError as `decode_image` does.
     """
-    with _opened(content, where) as image:
+    with _open_image(content, where) as image:
         is_on_its_side = image.getexif().get(_ORIENTATION) in _ON_THEIR_SIDE
         width, height = image.size[::-1] if is_on_its_side else image.size
         left, top, right, bottom = box = choose(width, height)
@@ -88,7 +87,7 @@ def decode_part(content: bytes, size: int, num_channels: int, choose: ChooseBox,
 
 
 def scaled(image: Any, size: int, num_channels: int, box: Box) -> np.ndarray:
-    """A part of an image of Pillow, as `decode_part` returns it."""
+    """Scale a part of an image of Pillow, as `decode_part` returns it."""
     pillow = load_library("PIL.Image")
     for mode in (_mode_of(image, ""), "L" if num_channels == 1 else "RGB"):
         if image.mode != mode:
@@ -98,13 +97,13 @@ def scaled(image: Any, size: int, num_channels: int, box: Box) -> np.ndarray:
 
 
 def from_pixels(pixels: np.ndarray) -> Any:
-    """Pixels `[height, width]` or `[height, width, 1 to 4 channels]`, uint8, as an image of Pillow."""
+    """Make an image of Pillow of pixels `[height, width]` or `[height, width, 1 to 4 channels]`, uint8."""
     flat = pixels[..., 0] if pixels.shape[2:] == (1,) else pixels
     return load_library("PIL.Image").fromarray(np.ascontiguousarray(flat))
 
 
 def image_extension(content: bytes) -> str:
-    """What the name of a file with such a beginning ends in: `jpg`; '' where it is no image that is known."""
+    """Find the extension of an image by its first bytes: `jpg`; '' where it is no image that is known."""
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
         return "webp"
     return next((extension for start, extension in _BEGINNINGS.items() if content.startswith(start)), "")
@@ -112,7 +111,7 @@ def image_extension(content: bytes) -> str:
 
 def check_image(content: bytes, where: str) -> None:
     """Raises DataError for what `decode_image` refuses, as far as the header shows."""
-    with _opened(content, where) as image:
+    with _open_image(content, where) as image:
         _mode_of(image, where)
 
 
@@ -124,7 +123,7 @@ def middle_square(width: int, height: int) -> Box:
 
 
 @contextlib.contextmanager
-def _opened(content: bytes, where: str) -> Iterator[Any]:
+def _open_image(content: bytes, where: str) -> Iterator[Any]:
     """An image of which the header has been read; what Pillow raises for its content becomes a DataError."""
     pillow = load_library("PIL.Image")
     try:

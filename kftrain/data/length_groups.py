@@ -21,11 +21,11 @@ class LengthGroups:
     lengths: Callable[[np.ndarray], np.ndarray]
     """Numbers of samples -> how long each is, int64 `[k]` each."""
     batch_samples: int
-    """Samples of a step."""
+    """Number of samples of a step."""
     num_batches: int
-    """Of a group: more of them are nearer in length, and less random."""
+    """Number of batches of a group: more of them are nearer in length, and less random."""
 
-    def grouped(self, samples: np.ndarray, first_position: int, key: np.ndarray) -> np.ndarray:
+    def sort_by_length(self, samples: np.ndarray, first_position: int, key: np.ndarray) -> np.ndarray:
         """The samples of a window, int64 `[k]`, whose first one stood at `first_position`, in their new order."""
         positions = np.arange(first_position, first_position + len(samples))
         groups = positions // (self.batch_samples * self.num_batches)
@@ -36,6 +36,6 @@ class LengthGroups:
             stop -= (first_position + stop) % self.batch_samples
             if start < stop:
                 batches = ordered[start:stop].reshape(-1, self.batch_samples)
-                own_key = permutation.subkeys(key, np.array([group], np.uint64))
-                ordered[start:stop] = batches[permutation.shuffled(len(batches), own_key)].ravel()
+                own_key = permutation.derive_subkeys(key, np.array([group], np.uint64))
+                ordered[start:stop] = batches[permutation.shuffle(len(batches), own_key)].ravel()
         return ordered

@@ -30,11 +30,11 @@ class MicroBatch:
     """The rows of one forward pass of one rank."""
 
     arrays: Arrays
-    """Field name -> `[rows, *shape]`."""
+    """Field name -> `[rows, *shape]` of this forward pass."""
     weight: np.ndarray
     """float32 `[rows]`: 1 for a sample, 0 for padding and for a sample that cannot be decoded."""
     sent: Any = None
-    """What the loader's `send` has made of it."""
+    """Result of the loader's `send`."""
 
 
 CountTerms = Callable[[MicroBatch], np.ndarray]
@@ -46,40 +46,40 @@ Send = Callable[[MicroBatch, np.ndarray], Any]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's part of an optimizer step; all ranks have equally many micro batches of equally many rows."""
+    """Part of one rank in an optimizer step; all ranks have equally many micro batches of equally many rows."""
 
     first_sample: int
     """Position of the step's first sample, over all ranks, since the start of training."""
     micro_batches: list[MicroBatch]
     num_terms: int
-    """Loss terms in all of them."""
+    """Number of loss terms in all of them."""
     bad_samples: list[BadSample] = field(default_factory=list)
-    """Those of this rank that are left out; each once."""
+    """Samples of this rank that are left out; each once."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its rows."""
+        """Bytes of its rows."""
         return sum(array.nbytes for micro in self.micro_batches for array in micro.arrays.values())
 
 
 FIRST_PREFETCH_BATCHES = 2
 MAX_PREFETCH_BATCHES = 16
 MAX_PREFETCH_BYTES = 1 << 30
-"""Of the steps that one process reads ahead, where it is left to it how many."""
+"""Most bytes of the steps that one process reads ahead, where it is left to it how many."""
 
 
-def deeper(num_steps: int, has_waited: bool, step_bytes: int) -> int:
-    """How many steps to read ahead from now on: one more where the consumer has waited, as far as they fit."""
+def choose_steps_ahead(num_steps: int, has_waited: bool, step_bytes: int) -> int:
+    """Choose how many steps to read ahead from now on: one more where the consumer has waited, as far as they fit."""
     fits = (num_steps + 1) * step_bytes <= MAX_PREFETCH_BYTES
     return num_steps + 1 if has_waited and fits and num_steps < MAX_PREFETCH_BATCHES else num_steps
 
 
 MAX_READ_BYTES = 4 << 20
-"""Of the steps that are read at once."""
+"""Most bytes of the steps that are read at once."""
 
 
-def wider(num_steps: int, step_bytes: int) -> int:
-    """How many steps to read at once after a read of so many: what a read costs is shared by small ones.
+def choose_steps_of_read(num_steps: int, step_bytes: int) -> int:
+    """Choose how many steps to read at once after a read of so many: small ones share the cost of a read.
 
     The first read is of one step, so that nobody waits longer for it; the number doubles as far as they fit.
     """
@@ -88,28 +88,28 @@ def wider(num_steps: int, step_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Workers:
-    """Who reads and decodes."""
+    """Number and kind of those who read and decode."""
 
     count: int = 0
-    """0: the thread that makes the batches."""
+    """Number of workers; 0: the thread that makes the batches."""
     command: WorkerCommand | None = None
-    """Starts processes that decode; None: threads."""
+    """Command that starts processes that decode; None: threads."""
 
 
 @dataclass
 class Counters:
-    """What the loader of one rank has measured so far."""
+    """Measurements of the loader of one rank so far."""
 
     stall_seconds: float = 0.0
     """Time that the consumer has waited for data."""
     num_bytes: int = 0
-    """Read, as they are stored."""
+    """Bytes that were read, as they are stored."""
     decode_seconds: float = 0.0
-    """Of reading and decoding, over all workers."""
+    """Seconds of reading and decoding, over all workers."""
     ready_steps: int = 0
     """Sum, over the steps that were taken, of how many were ready to be taken."""
     num_steps: int = 0
-    """That were taken."""
+    """Number of steps that were taken."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class _Read:
     future: Future[list[StepBatch]]
 
 
-class _Ahead:
-    """Steps that are read before they are asked for, by a thread of its own."""
+class _ReadAhead:
+    """Reads of steps before they are asked for, by a thread of their own."""
 
     def __init__(
         self, steps: range, begin: Callable[[range], Rows], make: Callable[[range, Rows], list[StepBatch]]
@@ -134,19 +134,19 @@ class _Ahead:
         self.reads: deque[_Read] = deque()
         """In order; the first is taken next."""
 
-    def look(self, num_steps: int, steps_of_read: int) -> None:
-        """Begins reads of so many steps each, until at least `num_steps` are ahead or no more are to come."""
+    def begin_reads(self, num_steps: int, steps_of_read: int) -> None:
+        """Begin reads of so many steps each, until at least `num_steps` are ahead or no more are to come."""
         while self._upcoming and sum(len(read.steps) for read in self.reads) < num_steps:
             steps, self._upcoming = self._upcoming[:steps_of_read], self._upcoming[steps_of_read:]
             pending = self._begin(steps)
             self.reads.append(_Read(steps, pending, self._thread.submit(self._make, steps, pending)))
 
-    def num_ready(self) -> int:
-        """Steps that could be taken now."""
+    def count_ready(self) -> int:
+        """Count the steps that could be taken now."""
         return sum(len(read.steps) for read in self.reads if read.future.done())
 
     def close(self) -> None:
-        """Ends the thread; nobody waits for what it reads."""
+        """End the thread; nobody waits for what it reads."""
         for read in self.reads:
             read.pending.cancel()
         self._thread.shutdown(cancel_futures=True)
@@ -167,11 +167,11 @@ class TrainLoader:
         workers: Workers | None = None,
         send: Send | None = None,
     ) -> None:
-        """Starts nothing yet.
+        """Start nothing yet.
 
-        `prefetch_batches`: steps that are read ahead; 0 reads when asked; `auto`: see `deeper`. `count_terms` and
-        `send`: called in the background; by default a sample is one term, and nothing is sent. `decoding`: of rows that
-        are not used as they are stored, by `workers`.
+        `prefetch_batches`: steps that are read ahead; 0 reads when asked; `auto`: see `choose_steps_ahead`.
+        `count_terms`, `send`: called in the background; by default a sample is one term, and nothing is sent.
+        `decoding`: of rows that are not used as they are stored, by `workers`.
 
         Raises DataError where there are more processes than samples.
         """
@@ -198,12 +198,12 @@ class TrainLoader:
         self.counters = Counters()
 
     def steps(self, first_step: int, num_steps: int) -> Generator[StepBatch, None, None]:
-        """Steps first_step … first_step + num_steps - 1. What goes wrong in the background is raised here.
+        """Yield steps first_step … first_step + num_steps - 1. What goes wrong in the background is raised here.
 
         Closing the iterator, or leaving it to the garbage collector, ends the background thread. Worker processes are
         started by the first step that is asked for, and end with the thread that asked.
         """
-        with contextlib.closing(self._loaded(range(first_step, first_step + num_steps))) as batches:
+        with contextlib.closing(self._load(range(first_step, first_step + num_steps))) as batches:
             for _ in range(num_steps):
                 start = time.perf_counter()
                 batch = next(batches)
@@ -212,55 +212,57 @@ class TrainLoader:
                 yield batch
 
     def send_nothing(self) -> None:
-        """From the next iterator on the consumer makes what it computes with itself, in its own thread."""
+        """Stop sending from the next iterator on: the consumer makes what it computes with in its own thread."""
         self._send = None
 
     def close(self) -> None:
-        """Ends the workers; a next step starts them again."""
+        """End the workers; a next step starts them again."""
         if self._fetcher is not None:
             self._fetcher.close()
             self._fetcher = None
 
-    def _loaded(self, steps: range) -> Generator[StepBatch, None, None]:
+    def _load(self, steps: range) -> Generator[StepBatch, None, None]:
         if not self.prefetch_batches:
-            yield from self._one_by_one(steps)
+            yield from self._load_one_by_one(steps)
             return
-        ahead = _Ahead(steps, self._begin, self._make)
+        ahead = _ReadAhead(steps, self._begin, self._make)
         try:
-            ahead.look(self.prefetch_batches, 1)
+            ahead.begin_reads(self.prefetch_batches, 1)
             while ahead.reads:
-                yield from self._taken(ahead, ahead.reads.popleft())
+                yield from self._take_batches(ahead, ahead.reads.popleft())
         finally:
             ahead.close()
 
-    def _taken(self, ahead: _Ahead, read: _Read) -> Generator[StepBatch, None, None]:
+    def _take_batches(self, ahead: _ReadAhead, read: _Read) -> Generator[StepBatch, None, None]:
         has_waited = not read.future.done()
         try:
             batches = read.future.result()
         except DataError:
             if len(read.steps) == 1:
                 raise
-            yield from self._one_by_one(read.steps)  # those before the one that cannot be read are good
+            yield from self._load_one_by_one(read.steps)  # those before the one that cannot be read are good
             return
         if self._adapts and self.counters.num_steps:  # for the first one everybody waits
-            self.prefetch_batches = deeper(self.prefetch_batches, has_waited, batches[0].num_bytes)
-        ahead.look(self.prefetch_batches, 1 if self._decoding else wider(len(batches), self._step_bytes))
+            self.prefetch_batches = choose_steps_ahead(self.prefetch_batches, has_waited, batches[0].num_bytes)
+        ahead.begin_reads(
+            self.prefetch_batches, 1 if self._decoding else choose_steps_of_read(len(batches), self._step_bytes)
+        )
         for num_left in reversed(range(len(batches))):
-            self.counters.ready_steps += num_left + ahead.num_ready()
+            self.counters.ready_steps += num_left + ahead.count_ready()
             yield batches[-1 - num_left]
 
-    def _one_by_one(self, steps: range) -> Generator[StepBatch, None, None]:
+    def _load_one_by_one(self, steps: range) -> Generator[StepBatch, None, None]:
         for step in steps:
             one = range(step, step + 1)
             yield from self._make(one, self._begin(one))
 
     def _begin(self, steps: range) -> Rows:
         if self._fetcher is None:
-            self._fetcher = self._new_fetcher()
+            self._fetcher = self._make_fetcher()
         firsts = np.arange(steps.start, steps.stop, dtype=np.int64) * self._plan.global_batch_size
         return self._fetcher.begin((firsts[:, None, None] + self._offsets).ravel())
 
-    def _new_fetcher(self) -> Fetcher:
+    def _make_fetcher(self) -> Fetcher:
         samples, locate, workers = self._samples, self._order.locate, self._workers
         if self._decoding is None:
             return Readers(samples, locate, workers.count)

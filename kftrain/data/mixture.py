@@ -25,35 +25,35 @@ from kftrain.data.shares import slots_by_weight
 
 @dataclass(frozen=True)
 class Phase:
-    """Weights from a position on."""
+    """Weights of a mixture from a position on."""
 
     first_position: int
     weights: tuple[float, ...]
-    """Of each component; those that are 0 pause."""
+    """Weight of each component; those that are 0 pause."""
 
 
 @dataclass(frozen=True)
 class _Rounds:
-    """A phase, ready to be looked up."""
+    """Tables of a phase, ready to be looked up."""
 
     first_position: int
     components: np.ndarray
-    """`[slots]`: of each slot of a round."""
+    """`[slots]`: component of each slot of a round."""
     ranks: np.ndarray
-    """`[slots]`: how many slots of the same component come before it in the round."""
+    """`[slots]`: slots of the same component that come before it in the round."""
     counts: np.ndarray
-    """`[components]`: slots of each in a round."""
+    """`[components]`: number of slots of each in a round."""
     seen: np.ndarray
     """`[components]`: samples of each before the phase."""
 
-    def located(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Components and positions in them, of positions in this phase."""
+    def locate_in_phase(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return components and positions in them, of positions in this phase."""
         rounds, slots = np.divmod(positions - self.first_position, len(self.components))
         components = self.components[slots]
         return components, self.seen[components] + rounds * self.counts[components] + self.ranks[slots]
 
-    def seen_until(self, position: int) -> np.ndarray:
-        """Samples of each component before a position of this phase, or its end."""
+    def count_seen_until(self, position: int) -> np.ndarray:
+        """Count the samples of each component before a position of this phase, or its end."""
         rounds, slots = divmod(position - self.first_position, len(self.components))
         begun = np.bincount(self.components[:slots], minlength=len(self.counts))
         seen: np.ndarray = self.seen + rounds * self.counts + begun
@@ -74,12 +74,12 @@ class MixtureOrder:
         seen = np.zeros(len(orders), np.int64)
         for phase in phases:
             if self._phases:
-                seen = self._phases[-1].seen_until(phase.first_position)
-            self._phases.append(_rounds(phase, seen))
+                seen = self._phases[-1].count_seen_until(phase.first_position)
+            self._phases.append(_make_rounds(phase, seen))
         self._first_positions = np.array([phase.first_position for phase in phases])
 
     def locate(self, positions: np.ndarray) -> np.ndarray:
-        """Numbers of the samples, int64 `[k]`, at positions int64 `[k]`."""
+        """Return numbers of the samples, int64 `[k]`, at positions int64 `[k]`."""
         components, own = self.split(positions)
         located = np.empty(len(positions), np.int64)
         for component in np.unique(components).tolist():
@@ -88,18 +88,18 @@ class MixtureOrder:
         return located
 
     def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Component, and position in the component's own order, of each position; int64 `[k]` each."""
+        """Return component, and position in the component's own order, of each position; int64 `[k]` each."""
         numbers = np.searchsorted(self._first_positions, positions, side="right") - 1
         components, own = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         for number in np.unique(numbers).tolist():
             chosen = numbers == number
-            components[chosen], own[chosen] = self._phases[number].located(positions[chosen])
+            components[chosen], own[chosen] = self._phases[number].locate_in_phase(positions[chosen])
         return components, own
 
     def seen(self, position: int) -> list[int]:
-        """Samples of each component before a position."""
+        """Count the samples of each component before a position."""
         number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
-        return [int(count) for count in self._phases[number].seen_until(position)]
+        return [int(count) for count in self._phases[number].count_seen_until(position)]
 
 
 class Concatenated:
@@ -112,29 +112,29 @@ class Concatenated:
 
     @property
     def num_samples(self) -> int:
-        """Of all parts."""
+        """Number of samples of all parts."""
         return int(self._starts[-1])
 
     def read(self, samples: np.ndarray) -> Arrays:
-        """Samples by number, int64 `[k]`: field name -> `[k, *shape]`."""
+        """Read samples by number, int64 `[k]`: field name -> `[k, *shape]`."""
         owners = np.searchsorted(self._starts, samples, side="right") - 1
         rows: Arrays = {}
         for owner in np.unique(owners).tolist():
             chosen = np.flatnonzero(owners == owner)
-            found = self._parts[owner].read(samples[chosen] - self._starts[owner])
-            for name, values in found.items():
+            arrays = self._parts[owner].read(samples[chosen] - self._starts[owner])
+            for name, values in arrays.items():
                 if name not in rows:
                     rows[name] = np.empty((len(samples), *values.shape[1:]), values.dtype)
                 rows[name][chosen] = values
         return rows
 
     def place_of(self, sample: int) -> str:
-        """Where a sample lies, for people. Slow."""
+        """Tell people where a sample lies. Slow."""
         owner = int(np.searchsorted(self._starts, sample, side="right")) - 1
         return self._parts[owner].place_of(sample - int(self._starts[owner]))
 
 
-def _rounds(phase: Phase, seen: np.ndarray) -> _Rounds:
+def _make_rounds(phase: Phase, seen: np.ndarray) -> _Rounds:
     counts = slots_by_weight(phase.weights)
     times = np.concatenate([(2 * np.arange(count) + 1) / max(count, 1) for count in counts])
     order = np.argsort(times, kind="stable")  # of equal times the first component comes first

@@ -15,10 +15,10 @@ import numpy as np
 
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Samples, at_place
-from kftrain.data.expanded import expanded
+from kftrain.data.expanded import expand_rows
 from kftrain.data.shards.manifest import Manifest
 from kftrain.data.shards.verified import AtOnce, Memory
-from kftrain.data.windows import windowed
+from kftrain.data.windows import cut_windows
 from kftrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class OpenedDataset(ShardedDataset):
 
     @cached_property
     def _view(self) -> Samples:
-        """What counts as a sample."""
+        """Samples as they are counted and read."""
         if self.task is None:
             return self
         if self._opened[2] == "train":
-            return windowed(self, self.task.window)
-        return expanded(self, self.task)
+            return cut_windows(self, self.task.window)
+        return expand_rows(self, self.task)
 
     def __len__(self) -> int:
         return self._view.num_samples

@@ -26,19 +26,19 @@ from kftrain.data.length_groups import LengthGroups
 from kftrain.errors import ConfigError
 
 KEPT_WINDOWS = 4
-"""What is read ahead, and by other threads, lies in the next window at most."""
+"""Number of tables that are kept: what is read ahead, and by other threads, lies in the next window at most."""
 
 
 class Order(Protocol):
-    """Which sample stands where."""
+    """Order of samples: a number at each position."""
 
     @property
     def num_samples(self) -> int:
-        """That there are to be located."""
+        """Number of samples that there are to be located."""
         ...
 
     def locate(self, positions: np.ndarray) -> np.ndarray:
-        """Numbers of the samples, int64 `[k]`, at positions int64 `[k]`, counted from the start of training."""
+        """Return the sample at each position, int64 `[k]`; positions count from the start of training."""
         ...
 
 
@@ -79,47 +79,49 @@ class TrainingOrder:
         """Ranges of the largest window; the others have one less."""
         self._key = permutation.derive_key(f"training order 2/{name}/{num_samples}/{seed}")
         self._groups = groups
-        self._window = functools.lru_cache(maxsize=KEPT_WINDOWS)(self._new_window)
+        self._window = functools.lru_cache(maxsize=KEPT_WINDOWS)(self._make_window)
         self._arguments = (num_samples, seed, range_samples, window_ranges, name, groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process makes its own tables."""
+        """Let another process make its own tables."""
         return TrainingOrder, self._arguments
 
     def locate(self, positions: np.ndarray) -> np.ndarray:
-        """Numbers of the samples, int64 `[k]`, at positions int64 `[k]` of any epochs."""
-        window = self._window_of(int(positions.min()))
+        """Return the numbers of the samples, int64 `[k]`, at positions int64 `[k]` of any epochs."""
+        window = self._find_window(int(positions.min()))
         if positions.max() < window.stop:
-            found: np.ndarray = window.samples[positions - window.start]
-            return found
+            numbers: np.ndarray = window.samples[positions - window.start]
+            return numbers
         located, missing = np.empty(len(positions), np.int64), np.arange(len(positions))
         while missing.size:
-            window = self._window_of(int(positions[missing].min()))
+            window = self._find_window(int(positions[missing].min()))
             is_inside = positions[missing] < window.stop
             chosen, missing = missing[is_inside], missing[~is_inside]
             located[chosen] = window.samples[positions[chosen] - window.start]
         return located
 
-    def _window_of(self, position: int) -> _Window:
+    def _find_window(self, position: int) -> _Window:
         epoch, offset = divmod(position, self.num_samples)
         slot = offset // self.range_samples
         return self._window(epoch, ((slot + 1) * self._num_windows - 1) // self._num_ranges)
 
-    def _new_window(self, epoch: int, number: int) -> _Window:
-        """Windows share the slots of an epoch as evenly as can be: number w starts at slot w * ranges // windows."""
-        first, last = (each * self._num_ranges // self._num_windows for each in (number, number + 1))
+    def _make_window(self, epoch: int, number: int) -> _Window:
+        """Make the table of a window."""
+        first, last = (edge * self._num_ranges // self._num_windows for edge in (number, number + 1))
         start, stop = first * self.range_samples, min(last * self.range_samples, self.num_samples)
-        epoch_key = permutation.subkeys(self._key, np.array([epoch], np.uint64))
+        epoch_key = permutation.derive_subkeys(self._key, np.array([epoch], np.uint64))
         starts = self._range_starts(np.arange(first, last), epoch_key)
         stored = (starts[:, None] + np.arange(self.range_samples)).ravel()[: stop - start]
-        window_key = permutation.subkeys(permutation.mix(epoch_key), np.array([number], np.uint64))
-        samples = stored[permutation.shuffled(stop - start, window_key)] % self.num_samples
+        window_key = permutation.derive_subkeys(permutation.mix(epoch_key), np.array([number], np.uint64))
+        samples = stored[permutation.shuffle(stop - start, window_key)] % self.num_samples
         if self._groups is not None:
-            samples = self._groups.grouped(samples, epoch * self.num_samples + start, permutation.mix(window_key))
+            samples = self._groups.sort_by_length(
+                samples, epoch * self.num_samples + start, permutation.mix(window_key)
+            )
         return _Window(epoch * self.num_samples + start, epoch * self.num_samples + stop, samples)
 
     def _range_starts(self, slots: np.ndarray, epoch_key: np.ndarray) -> np.ndarray:
-        """First sample of the range in each slot, int64; beyond the last sample it goes on with the first one.
+        """Return the first sample of the range in each slot, int64; after the last sample comes the first one.
 
         Where the ranges do not fill the epoch, the short one is the last.
         """
@@ -132,10 +134,10 @@ class TrainingOrder:
 
 
 class BatchPlan:
-    """How the samples of one optimizer step are cut: contiguous parts for the ranks, equal micro batches within each.
+    """Cut of the samples of an optimizer step: contiguous parts for the ranks, equal micro batches within each.
 
-    All ranks run the same number of micro batches of the same number of rows, so that none waits in a
-    collective alone. Where the samples do not divide, rows are filled up with padding of weight 0.
+    All ranks run the same number of micro batches of the same number of rows, so that none waits in a collective alone.
+    Where the samples do not divide, rows are filled up with padding of weight 0.
     """
 
     def __init__(self, global_batch_size: int, num_ranks: int, micro_batch_size: int = 0) -> None:
@@ -154,19 +156,19 @@ class BatchPlan:
         self.micro_batch_rows = -(-largest_share // self.num_micro_batches)
 
     def share(self, rank: int) -> tuple[int, int]:
-        """Start and stop of the rank's samples in the global batch; the first ranks take what does not divide."""
+        """Return start and stop of the rank's samples in the global batch; the first ranks take the rest."""
         base, extra = divmod(self.global_batch_size, self.num_ranks)
         start = rank * base + min(rank, extra)
         return start, start + base + (rank < extra)
 
     def weights(self, rank: int) -> np.ndarray:
-        """Weight of each row, float32 `[micro batches, rows]`: 1 for the rank's samples, then 0 for padding."""
+        """Return the weight of each row, float32 `[micro batches, rows]`: 1 for the rank's samples, 0 for padding."""
         start, stop = self.share(rank)
         rows = np.arange(self.num_micro_batches * self.micro_batch_rows)
         return (rows < stop - start).astype(np.float32).reshape(self.num_micro_batches, self.micro_batch_rows)
 
     def offsets(self, rank: int) -> np.ndarray:
-        """Place of each row in the global batch, int64 `[micro batches, rows]`.
+        """Return the place of each row in the global batch, int64 `[micro batches, rows]`.
 
         Padding repeats the rank's last sample.
         """

@@ -30,44 +30,44 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def derive_key(text: str) -> np.ndarray:
-    """A 64-bit key, uint64 `[1]`, from any text."""
+    """Derive a 64-bit key, uint64 `[1]`, from any text."""
     return np.array([int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")], np.uint64)
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """A bijective hash of each uint64: neighbouring inputs give unrelated outputs."""
+    """Hash each uint64 bijectively: neighbouring inputs give unrelated outputs."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     mixed: np.ndarray = values ^ (values >> np.uint64(31))
     return mixed
 
 
-def subkeys(key: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """An independent key for each index, uint64, broadcast."""
+def derive_subkeys(key: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Derive an independent key for each index, uint64, broadcast."""
     return mix(key + (indices + np.uint64(1)) * _GOLDEN_GAMMA)
 
 
 def permute(elements: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Where the permutation of `range(sizes[i])` under `keys[i]` sends `elements[i]`; uint64 `[k]` each."""
+    """Send `elements[i]` through the permutation of `range(sizes[i])` under `keys[i]`; uint64 `[k]` each."""
     side = np.floor(np.sqrt((sizes - np.uint64(1)).astype(np.float64))).astype(np.uint64) + np.uint64(1)
     other_side = (sizes + side - np.uint64(1)) // side
-    result = _network(elements, side, other_side, keys)
+    result = _apply_network(elements, side, other_side, keys)
     walking = np.flatnonzero(result >= sizes)
     while walking.size:
-        result[walking] = _network(result[walking], side[walking], other_side[walking], keys[walking])
+        result[walking] = _apply_network(result[walking], side[walking], other_side[walking], keys[walking])
         walking = walking[result[walking] >= sizes[walking]]
     return result
 
 
-def shuffled(size: int, key: np.ndarray) -> np.ndarray:
-    """A keyed permutation of `range(size)` as a table, int64: indices sorted by their hash.
+def shuffle(size: int, key: np.ndarray) -> np.ndarray:
+    """Make a keyed permutation of `range(size)` as a table, int64: indices sorted by their hash.
 
     No two hashes are equal, so that every way of sorting gives the same table.
     """
-    return np.argsort(subkeys(key, np.arange(size, dtype=np.uint64)))
+    return np.argsort(derive_subkeys(key, np.arange(size, dtype=np.uint64)))
 
 
-def _network(elements: np.ndarray, side: np.ndarray, other_side: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _apply_network(elements: np.ndarray, side: np.ndarray, other_side: np.ndarray, keys: np.ndarray) -> np.ndarray:
     right = elements // side
     left = elements - right * side
     for round_index in range(0, NUM_ROUNDS, 2):

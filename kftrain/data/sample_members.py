@@ -33,12 +33,12 @@ def decode_members(members: dict[str, bytes], text_field: str, where: str) -> Ma
         if name in fields:
             raise DataError(f"two members give the field '{name}'", where=where, value=sorted(members))
         fields[name] = value
-    fields = {**_described(members, text_field, not fields, where), **fields}
+    fields = {**_read_description(members, text_field, not fields, where), **fields}
     return LazyFields({name: value for name, value in fields.items() if name not in lazy}, lazy)
 
 
-def _described(members: dict[str, bytes], text_field: str, is_alone: bool, where: str) -> dict[str, Any]:
-    """What the `.json` of a sample says; nothing where there is none."""
+def _read_description(members: dict[str, bytes], text_field: str, is_alone: bool, where: str) -> dict[str, Any]:
+    """Read what the `.json` of a sample says; nothing where there is none."""
     if "json" not in members:
         return {}
     described = parse_json(members["json"], f"{where}.json")

@@ -35,12 +35,12 @@ CLUSTER = "cluster"
 
 
 class Lazy(NamedTuple):
-    """A field that is made when it is asked for: pixels, which not every task wants."""
+    """Field that is made when it is asked for: pixels, which not every task wants."""
 
     content: bytes
     """The file that it is made of."""
     make: Callable[[bytes], Any]
-    """May raise DataError."""
+    """Function that makes the value; it may raise DataError."""
 
 
 class LazyFields(Mapping[str, Any]):
@@ -59,11 +59,11 @@ class LazyFields(Mapping[str, Any]):
         return self._made[name]
 
     def as_it_came(self, name: str) -> Any:
-        """The value, or the file that a lazy one is made of."""
+        """Return the value, or the file that a lazy one is made of."""
         return self._lazy[name].content if name in self._lazy else self._values[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is made is made again."""
+        """Leave out what was made: it is made again."""
         return LazyFields, (self._values, self._lazy)
 
     def __contains__(self, name: object) -> bool:
@@ -81,7 +81,10 @@ class LazyFields(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Record:
-    """One raw item. `key` is unique within its source and names it in errors, slices and shards."""
+    """Raw item of a source.
+
+    `key` is unique within its source and names it in errors, slices and shards.
+    """
 
     key: str
     fields: Mapping[str, Any]
@@ -90,14 +93,14 @@ class Record:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Extension in lower case -> the file as it came. An encoded field takes the one that its extensions name."""
     unit: str = ""
-    """What the split's hash is of, so that it is on one side; empty: the key."""
+    """Text that the split hashes, so that equal ones are on one side; empty: the key."""
     place: str = ""
-    """Where it stands in its source, for people; empty: the key says it."""
+    """Place in its source, for people; empty: the key says it."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a sample: an array of a fixed shape and dtype, or an encoded file (`dtype` = `BYTES`)."""
+    """Field of a sample: an array of a fixed shape and dtype, or an encoded file (`dtype` = `BYTES`)."""
 
     name: str
     dtype: str
@@ -105,26 +108,26 @@ class Field:
     shape: tuple[int, ...] = ()
     """Shape of one row; `()` is a scalar, or a file."""
     extensions: tuple[str, ...] = ()
-    """Of the files of an encoded field: `("jpg", "png")`."""
+    """Extensions of the files of an encoded field: `("jpg", "png")`."""
 
     @property
     def is_encoded(self) -> bool:
-        """Whether each sample holds a file of its own length."""
+        """True if each sample holds a file of its own length."""
         return self.dtype == BYTES
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """What the names of its members end in, behind the key."""
+        """Ends of the names of its members, behind the key."""
         return tuple(f".{ending}" for ending in self.extensions) if self.is_encoded else (f".{self.name}.npy",)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; what is empty is left out, so that schemas of before keep their digests."""
+        """Return plain data; what is empty is left out, so that schemas of before keep their digests."""
         document = {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
         return {**document, "extensions": list(self.extensions)} if self.extensions else document
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Field:
-        """The inverse of `to_dict`."""
+        """Build a field from the result of `to_dict`."""
         return cls(document["name"], document["dtype"], tuple(document["shape"]), tuple(document.get("extensions", ())))
 
 
@@ -135,28 +138,28 @@ class SampleSchema:
     fields: tuple[Field, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for the manifest and its digest."""
+        """Return plain data for the manifest and its digest."""
         return {"fields": [field.to_dict() for field in self.fields]}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> SampleSchema:
-        """The inverse of `to_dict`."""
-        return cls(tuple(Field.from_dict(each) for each in document["fields"]))
+        """Build a schema from the result of `to_dict`."""
+        return cls(tuple(Field.from_dict(field) for field in document["fields"]))
 
 
 @dataclass(frozen=True)
 class Block:
-    """One key of a shard: its rows, all fields with the same number of them; one row where a field is encoded."""
+    """Samples under one key of a shard: the same number of rows in all fields, one where a field is encoded."""
 
     key: str
     arrays: Arrays = field(repr=False)
     """Field name -> `[rows, *field shape]`; of an encoded field `[1]` of `object`, holding bytes."""
     extensions: dict[str, str] = field(default_factory=dict)
-    """Of encoded fields whose file has another extension than the first of its field."""
+    """Extension of each encoded field whose file has another one than the first of its field."""
 
     @property
     def num_rows(self) -> int:
-        """Samples in it."""
+        """Number of samples in it."""
         return len(next(iter(self.arrays.values())))
 
 
@@ -165,48 +168,48 @@ class SourcePart:
     """A fixed range of a source: some of its files, or rows or lines of one. Plain data, for another process."""
 
     pieces: tuple[dict[str, Any], ...] = ()
-    """What to read, in order; JSON. Equal pieces mean unchanged data."""
+    """Descriptions of what to read, in order; JSON. Equal pieces mean unchanged data."""
     context: dict[str, Any] = field(default_factory=dict)
-    """What its records depend on beside the pieces: the classes of all images; JSON."""
+    """Data that its records depend on beside the pieces: the classes of all images; JSON."""
     size_bytes: int = 0
-    """What is read for it, about."""
+    """Bytes that are read for it, about."""
     state: str = ""
-    """What else shows that its files have changed, and is no part of what it is known by."""
+    """State of its files that shows that they have changed, and is no part of what it is known by."""
 
     def identity(self) -> list[Any]:
-        """What it is made from, wherever its files lie."""
-        return [self.context, *map(_unplaced, self.pieces)]
+        """Return what the part is made from, wherever its files lie."""
+        return [self.context, *map(_remove_place, self.pieces)]
 
 
-def _unplaced(piece: dict[str, Any]) -> dict[str, Any]:
+def _remove_place(piece: dict[str, Any]) -> dict[str, Any]:
     file = piece.get("file")
     return {**piece, "file": {**file, "uri": ""}} if isinstance(file, dict) else piece
 
 
 @dataclass(frozen=True)
 class Window:
-    """How a stream, rows of no shape that follow each other, is cut into samples."""
+    """Cut of a stream, rows of no shape that follow each other, into samples."""
 
     length: int
-    """Rows of a sample."""
+    """Number of rows of a sample."""
     stride: int
     """Rows from the start of one to that of the next; what is left is what they share."""
     fill: Mapping[str, int] = field(default_factory=dict)
-    """Field name -> what stands behind the stream's last row, in the last sample."""
+    """Field name -> value behind the stream's last row, in the last sample."""
 
 
 class Source(Protocol):
-    """Raw data. Reads in a stream, in the same order every time."""
+    """Raw data, read in a stream, in the same order every time. Reads in a stream, in the same order every time."""
 
     def listing(self) -> list[dict[str, Any]]:
-        """What is there, cheaply (names, sizes, times or versions): equal listings mean unchanged data.
+        """List what is there, cheaply (names, sizes, times or versions): equal listings mean unchanged data.
 
         Raises DataError where the source is missing, empty or unreadable.
         """
         ...
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
-        """All of it in order, in parts of about `target_bytes`: what is encoded by itself, and again if it changes.
+        """Cut all of it, in order, into parts of about `target_bytes`, each encoded by itself, and again if it changes.
 
         The listing alone decides where one ends, by the names and sizes of what stands there, so that data which is
         added, changed or removed changes the part that it belongs to and leaves the others. Raises as `listing` does.
@@ -214,10 +217,10 @@ class Source(Protocol):
         ...
 
     def read(self, part: SourcePart) -> Iterator[Record]:
-        """The records of a part, in order. Raises DataError that names the bad item."""
+        """Yield the records of a part, in order. Raises DataError that names the bad item."""
         ...
 
     def records(self) -> Iterator[Record]:
-        """All records: those of one part after the other, whatever their size. Raises as `read` does."""
+        """Yield all records: those of one part after the other, whatever their size. Raises as `read` does."""
         for part in self.parts(sys.maxsize):
             yield from self.read(part)

@@ -22,27 +22,27 @@ Fields = Sequence[tuple[str, str, Sequence[int]]]
 """Name, dtype and shape of a row of each field."""
 
 NUMBERS, POSITIONS = "/numbers", "/positions"
-"""What a slot holds beside the rows: which samples they are, and where these stand in the training order."""
+"""Names of what a slot holds beside the rows: which samples they are, and where these stand in the training order."""
 
 _ALIGNMENT_BYTES = 64
 
 
 class Slot:
-    """The memory of one step."""
+    """Shared memory of one step."""
 
     def __init__(self, number: int, num_bytes: int) -> None:
         self.number = number
-        self.descriptor = _new_memory()
+        self.descriptor = _make_memory()
         os.ftruncate(self.descriptor, num_bytes)
         self.memory = mmap.mmap(self.descriptor, num_bytes)
 
     def __del__(self) -> None:
-        """The memory itself lives as long as arrays of it."""
+        """Close the descriptor; the memory itself lives as long as arrays of it."""
         os.close(self.descriptor)
 
 
 class _Lease:
-    """What the arrays of one use of a slot lean on: it goes when the last of them does."""
+    """Owner of the memory for the arrays of one use of a slot: it goes when the last of them does."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -52,10 +52,10 @@ class _Lease:
 
 
 class Slots:
-    """As many as are needed: those in use, and those that are free again."""
+    """Slots of memory, as many as are needed: those in use, and those that are free again."""
 
     def __init__(self, fields: Fields, num_rows: int) -> None:
-        """`num_rows`: of a step."""
+        """Make no slot yet; `num_rows`: of a step."""
         self._fields = [(NUMBERS, "<i8", ()), (POSITIONS, "<i8", ()), *fields]
         self._num_rows = num_rows
         self._free: deque[Slot] = deque()
@@ -63,7 +63,7 @@ class Slots:
         """Made so far."""
 
     def take(self) -> tuple[Slot, Arrays]:
-        """A slot and the arrays in it; it is free again when all of these are gone, and views of them."""
+        """Take a slot and the arrays in it; it is free again when all of these are gone, and views of them."""
         try:
             slot = self._free.popleft()
         except IndexError:
@@ -74,40 +74,40 @@ class Slots:
         return slot, arrays_in(np.asarray(lease), self._fields, self._num_rows)
 
 
-def mapped(descriptor: int, fields: Fields, num_rows: int) -> Arrays:
-    """The arrays in a slot of another process."""
+def map_slot(descriptor: int, fields: Fields, num_rows: int) -> Arrays:
+    """Map the arrays in a slot of another process."""
     fields = [(NUMBERS, "<i8", ()), (POSITIONS, "<i8", ()), *fields]
     memory = mmap.mmap(descriptor, num_bytes(fields, num_rows))
     return arrays_in(np.frombuffer(memory, np.uint8), fields, num_rows)
 
 
 def num_bytes(fields: Fields, num_rows: int) -> int:
-    """Of a slot."""
-    return max(1, sum(_aligned(_bytes_of(dtype, shape, num_rows)) for _, dtype, shape in fields))
+    """Count the bytes of a slot."""
+    return max(1, sum(_align(_count_bytes(dtype, shape, num_rows)) for _, dtype, shape in fields))
 
 
 def arrays_in(memory: np.ndarray, fields: Fields, num_rows: int) -> Arrays:
-    """Memory, uint8 `[bytes]`, as arrays of so many rows, one after the other."""
+    """View memory, uint8 `[bytes]`, as arrays of so many rows, one after the other."""
     arrays, start = {}, 0
     for name, dtype, shape in fields:
-        size = _bytes_of(dtype, shape, num_rows)
+        size = _count_bytes(dtype, shape, num_rows)
         arrays[name] = memory[start : start + size].view(dtype).reshape(num_rows, *shape)
-        start += _aligned(size)
+        start += _align(size)
     return arrays
 
 
-def _bytes_of(dtype: str, shape: Sequence[int], num_rows: int) -> int:
+def _count_bytes(dtype: str, shape: Sequence[int], num_rows: int) -> int:
     size: int = np.dtype(dtype).itemsize * num_rows
     for length in shape:
         size *= length
     return size
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _new_memory() -> int:
+def _make_memory() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("kftrain batch")
     with tempfile.TemporaryFile() as file:  # elsewhere than on Linux: a file without a name

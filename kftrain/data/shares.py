@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 MAX_ROUND_SLOTS = 1 << 20
-"""What weights of six digits come to; a round is a table."""
+"""Most slots of a round, which is a table: what weights of six digits come to."""
 
 
 def slots_by_weight(weights: Sequence[float]) -> list[int]:

@@ -20,7 +20,7 @@ MOMENT = timedelta(microseconds=1)
 """The shortest time that is told apart."""
 
 UNITS = {"seconds": 10**9, "milliseconds": 10**6, "microseconds": 10**3, "nanoseconds": 1}
-"""Of numbers that count from 1970: nanoseconds."""
+"""Name of a unit of numbers that count from 1970 -> nanoseconds."""
 
 _RFC_3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 _DATE = re.compile(r"(\d{4})-?(\d\d)-?(\d\d)", re.ASCII)
@@ -30,29 +30,29 @@ _FIELDS = ("year", "month", "day", "hour")
 
 @dataclass(frozen=True)
 class TimeWindow:
-    """All moments from `start` on and before `end`, both in UTC."""
+    """Window of all moments from `start` on and before `end`, both in UTC."""
 
     start: datetime
     end: datetime
 
     def __str__(self) -> str:
-        """For people, and for `parse`."""
+        """Return a text for people, and for `parse`."""
         return f"{utc_text(self.start)} to {utc_text(self.end)}"
 
     @classmethod
     def parse(cls, start: str, end: str) -> TimeWindow:
-        """From two texts of RFC 3339. Raises ValueError for what is none, and where it would hold nothing."""
+        """Parse two texts of RFC 3339. Raises ValueError for what is none, and where it would hold nothing."""
         window = cls(instant(start), instant(end))
         if window.start >= window.end:
             raise ValueError(f"the window ends at {utc_text(window.end)}, which is not after its start")
         return window
 
     def holds(self, moment: datetime) -> bool:
-        """Whether a moment lies in it."""
+        """Tell whether a moment lies in the window."""
         return self.start <= moment < self.end
 
     def before(self, count: int) -> TimeWindow:
-        """As much time as `count` such windows, right before this one; or all that the calendar has."""
+        """Return as much time as `count` such windows, right before this one; or all that the calendar has."""
         try:
             return TimeWindow(self.start - count * (self.end - self.start), self.start)
         except OverflowError:
@@ -81,7 +81,7 @@ def from_nanoseconds(count: int) -> datetime:
 
 @dataclass(frozen=True)
 class Partition:
-    """What a path says of the time of the files in it."""
+    """Time of the files in a path, as far as it says one."""
 
     folder: str
     """The part of the path that says it."""
@@ -97,23 +97,23 @@ def partition_of(name: str, column: str, zone: tzinfo) -> Partition:
     Raises ValueError for a path that says no time, more than one, or an impossible one.
     """
     folders = name.split("/")[:-1]
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     depth = 0
     for number, folder in enumerate(folders, start=1):
         key, is_pair, value = folder.partition("=")
         if is_pair and key in (column, *_FIELDS):
-            if key in found:
+            if key in values:
                 raise ValueError(f"its path names two of '{key}'")
-            found[key], depth = value, number
-    is_date = column in found and (column not in _FIELDS or _DATE.fullmatch(found[column]) is not None)
-    if is_date and found.keys() & ({"year", "month", "day"} - {column}):
+            values[key], depth = value, number
+    is_date = column in values and (column not in _FIELDS or _DATE.fullmatch(values[column]) is not None)
+    if is_date and values.keys() & ({"year", "month", "day"} - {column}):
         raise ValueError(f"its path names both '{column}' and a year, month or day")
     if is_date:
-        fields = _date_fields(found[column], column)
-        fields += [_number(found["hour"], "hour")] if "hour" in found else []
+        fields = _date_fields(values[column], column)
+        fields += [_number(values["hour"], "hour")] if "hour" in values else []
     else:
-        fields = _counted_fields(found, column)
-    return Partition("/".join(folders[:depth]), _last_moment(fields, zone))
+        fields = _counted_fields(values, column)
+    return Partition("/".join(folders[:depth]), _find_last_moment(fields, zone))
 
 
 def moment_of(value: object, zone: tzinfo | None, unit: str) -> datetime:
@@ -127,14 +127,14 @@ def moment_of(value: object, zone: tzinfo | None, unit: str) -> datetime:
     Raises ValueError.
     """
     if isinstance(value, str):
-        value = _parsed(value)
+        value = _parse(value)
     try:
         if isinstance(value, datetime):
             return _in_utc(value, zone)
         if isinstance(value, date):
-            return _last_moment([value.year, value.month, value.day], _required(zone))
+            return _find_last_moment([value.year, value.month, value.day], _require_whole(zone))
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return _counted(value, unit)
+            return _count_from_1970(value, unit)
     except OverflowError as error:
         raise ValueError("a time that no calendar has") from error
     raise ValueError(f"{type(value).__name__} instead of a time")
@@ -150,14 +150,14 @@ def zone_of(name: str) -> tzinfo:
         raise ValueError(f"no such time zone: '{name}'") from error
 
 
-def _parsed(text: str) -> datetime | date:
+def _parse(text: str) -> datetime | date:
     try:
         return date.fromisoformat(text) if len(text) <= len("2026-11-21") else datetime.fromisoformat(text)
     except ValueError as error:
         raise ValueError(f"'{text[:40]}' is no time as in ISO 8601") from error
 
 
-def _counted(value: int | float, unit: str) -> datetime:
+def _count_from_1970(value: int | float, unit: str) -> datetime:
     if not unit:
         raise ValueError("a number, and of no known unit: set data.window.number_unit")
     if value != value or value in (float("inf"), float("-inf")):
@@ -170,17 +170,17 @@ def _in_utc(value: datetime, zone: tzinfo | None) -> datetime:
     clock = (value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond)
     if value.tzinfo is not None:
         return datetime(*clock, tzinfo=value.tzinfo, fold=value.fold).astimezone(UTC)
-    return _local(datetime(*clock), _required(zone))
+    return _convert_local(datetime(*clock), _require_whole(zone))
 
 
-def _required(zone: tzinfo | None) -> tzinfo:
+def _require_whole(zone: tzinfo | None) -> tzinfo:
     if zone is None:
         raise ValueError("a time without a time zone: set data.window.time_zone")
     return zone
 
 
-def _local(value: datetime, zone: tzinfo) -> datetime:
-    """What a clock of the zone shows, in UTC. Raises ValueError for what it shows twice, or never."""
+def _convert_local(value: datetime, zone: tzinfo) -> datetime:
+    """Return in UTC what a clock of the zone shows. Raises ValueError for what it shows twice, or never."""
     first, second = (value.replace(tzinfo=zone, fold=fold) for fold in (0, 1))
     if first.utcoffset() != second.utcoffset():
         is_twice = first.astimezone(UTC).astimezone(zone).replace(tzinfo=None, fold=0) == value
@@ -195,10 +195,10 @@ def _date_fields(value: str, column: str) -> list[int]:
     return [int(part) for part in match.groups()]
 
 
-def _counted_fields(found: dict[str, str], column: str) -> list[int]:
+def _counted_fields(values: dict[str, str], column: str) -> list[int]:
     """Year, month, … as far as they are there."""
-    fields = [_number(found[field], field) for field in _FIELDS if field in found]
-    if not fields or [field for field in _FIELDS if field in found] != list(_FIELDS[: len(fields)]):
+    fields = [_number(values[field], field) for field in _FIELDS if field in values]
+    if not fields or [field for field in _FIELDS if field in values] != list(_FIELDS[: len(fields)]):
         raise ValueError(f"its path names no time: neither '{column}=2026-11-21' nor year=, month=, day=")
     return fields
 
@@ -209,12 +209,15 @@ def _number(value: str, field: str) -> int:
     return int(value)
 
 
-def _last_moment(fields: list[int], zone: tzinfo) -> datetime:
-    """Of a year, a month, a day or an hour in a zone, in UTC. Raises ValueError for one that is in no calendar."""
+def _find_last_moment(fields: list[int], zone: tzinfo) -> datetime:
+    """Return the last moment of a year, a month, a day or an hour in a zone, in UTC.
+
+    Raises ValueError for one that is in no calendar.
+    """
     year, month, day, hour = (*fields, *(1, 1, 1, 0)[len(fields) :])
     try:
         if len(fields) == len(_FIELDS):
-            return _local(datetime(year, month, day, hour), zone) + timedelta(hours=1) - MOMENT
+            return _convert_local(datetime(year, month, day, hour), zone) + timedelta(hours=1) - MOMENT
         following = _following(date(year, month, day), _FIELDS[len(fields) - 1])
         # Of a midnight that comes twice the day begins with the first; of one that never comes, when it would.
         return datetime(following.year, following.month, following.day, tzinfo=zone).astimezone(UTC) - MOMENT

@@ -15,10 +15,10 @@ from kftrain.data.order import TrainingOrder
 from kftrain.errors import ConfigError
 
 POSITION, START = "position", "start"
-"""Keys of a state."""
+"""Keys of a state: the position of the next sample, and where the loop began."""
 
 MAX_POSITION = 1 << 62
-"""Positions are int64."""
+"""Largest position, an int64."""
 
 
 class InTrainingOrder(IterableDataset[Sample]):
@@ -78,7 +78,7 @@ class InTrainingOrder(IterableDataset[Sample]):
         self.load_state_dict({POSITION: epoch * len(self._dataset)})
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next sample is read.
+        """Return where the next sample is read.
 
         In a worker, and in the middle of a batch of several ranks, also where the iteration began: that tells what the
         others read.
@@ -118,7 +118,7 @@ class InTrainingOrder(IterableDataset[Sample]):
         if num_workers > 1 or self._world_size > 1:
             self._start = started
         end = self._end(started)
-        for positions in self._read_at_once(self._own(started, self._position, worker, num_workers)):
+        for positions in self._read_at_once(self._iterate_own(started, self._position, worker, num_workers)):
             numbers = positions % len(self._dataset) if self._order is None else self._order.locate(positions)
             drawn = (generators.at(position) if self._order else None for position in positions.tolist())
             samples = self._dataset.samples(numbers, drawn)
@@ -136,7 +136,7 @@ class InTrainingOrder(IterableDataset[Sample]):
     def _end(self, position: int) -> int | None:
         return self._origin(position) + len(self._dataset) * self._epochs if self._epochs else None
 
-    def _own(self, started: int, position: int, worker: int, num_workers: int) -> Iterator[np.ndarray]:
+    def _iterate_own(self, started: int, position: int, worker: int, num_workers: int) -> Iterator[np.ndarray]:
         """Positions of one batch after the other of this rank and worker, those before `position` left out."""
         global_batch, end, size = worker, self._end(started), self._batch_size
         while True:

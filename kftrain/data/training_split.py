@@ -12,7 +12,7 @@ from kftrain.data.order import Order, TrainingOrder
 from kftrain.data.schema import Window
 from kftrain.data.shards.manifest import Manifest
 from kftrain.data.shards.verified import Uses
-from kftrain.data.windows import TokenWindows, windowed
+from kftrain.data.windows import TokenWindows, cut_windows
 from kftrain.errors import DataError
 
 
@@ -24,7 +24,9 @@ def open_training_split(
     uses: Uses | None = None,
     conversion: Conversion | None = None,
 ) -> tuple[Samples, Order]:
-    """What training reads, by number, and which number stands where. `uses`: where is said which shards are read.
+    """Open what training reads, by number, and the order of numbers.
+
+    `uses`: where is said which shards are read.
 
     `window`: how a stream is cut into samples. `conversion`: of adopted ones.
 
@@ -35,8 +37,11 @@ def open_training_split(
         raise DataError(
             "the shards are not of this mixture", where=manifest_uri, value=names, fix="run the shard step again"
         )
-    datasets = [ShardedDataset(manifest_uri, each, "train", uses, conversion) for each in manifest.of_components()]
-    parts = [windowed(dataset, window) for dataset in datasets]
+    datasets = [
+        ShardedDataset(manifest_uri, component, "train", uses, conversion)
+        for component in manifest.split_by_component()
+    ]
+    parts = [cut_windows(dataset, window) for dataset in datasets]
     orders = [_order_of(part, config, name) for part, name in zip(parts, names or [""], strict=True)]
     for part, order in zip(parts, orders, strict=True):
         part.expect_window(order.window_ranges, order.range_samples)

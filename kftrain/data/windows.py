@@ -26,7 +26,7 @@ class TokenWindows:
         return num_windows(self._dataset.num_samples, self._window)
 
     def expect_window(self, num_ranges: int, range_samples: int) -> None:
-        """As the split's own: samples of so many ranges will be read in turns."""
+        """Expect that samples of so many ranges are read in turns, as the split does."""
         self._dataset.expect_window(num_ranges, range_samples * self._window.stride)
 
     def read(self, samples: np.ndarray) -> Arrays:
@@ -36,18 +36,18 @@ class TokenWindows:
         if not cut.any():
             return self._dataset.read_runs(starts, length)
         whole = self._dataset.read_runs(starts[~cut], length)
-        found = {name: np.empty((len(starts), length), array.dtype) for name, array in whole.items()}
+        rows = {name: np.empty((len(starts), length), array.dtype) for name, array in whole.items()}
         for name, array in whole.items():
-            found[name][~cut] = array
-            found[name][cut] = self._window.fill[name]
+            rows[name][~cut] = array
+            rows[name][cut] = self._window.fill[name]
         for number in np.flatnonzero(cut).tolist():
             rows = self._dataset.read_runs(starts[number : number + 1], self._dataset.num_samples - int(starts[number]))
             for name, array in rows.items():
-                found[name][number, : array.shape[1]] = array[0]
-        return found
+                rows[name][number, : array.shape[1]] = array[0]
+        return rows
 
     def place_of(self, sample: int) -> str:
-        """Where a sample begins, for people: the shard and the key. Slow."""
+        """Tell people where a sample begins: the shard and the key. Slow."""
         return self._dataset.place_of(sample * self._window.stride)
 
     def sample_bytes(self, samples: np.ndarray) -> np.ndarray:
@@ -56,13 +56,13 @@ class TokenWindows:
         return np.full(len(samples), int(rows[0]) * self._window.length, np.int64)
 
 
-def windowed(dataset: ShardedDataset, window: Window | None) -> ShardedDataset | TokenWindows:
+def cut_windows(dataset: ShardedDataset, window: Window | None) -> ShardedDataset | TokenWindows:
     """A training split as its samples: a stream cut into windows, any other split as it is."""
     return TokenWindows(dataset, window) if window is not None and is_stream(dataset.schema) else dataset
 
 
 def is_stream(schema: SampleSchema) -> bool:
-    """Whether rows have no shape, so that many of them are a sample."""
+    """Tell whether rows have no shape, so that many of them are a sample."""
     return all(not field.shape and not field.is_encoded for field in schema.fields)
 
 

@@ -13,7 +13,10 @@ _LENGTH = struct.Struct("<I")
 
 
 class WorkerConnection:
-    """One end of a pair of sockets. One thread may send while another one receives."""
+    """End of a pair of sockets.
+
+    One thread may send while another one receives.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -29,11 +32,11 @@ class WorkerConnection:
         """Waits for a message and the descriptors that came with it; None where the other end is gone."""
         try:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 1)
-            head += self._rest(_LENGTH.size - len(head)) if head else b""
+            head += self._receive_rest(_LENGTH.size - len(head)) if head else b""
             if len(head) < _LENGTH.size:
                 return None
             (length,) = _LENGTH.unpack(head)
-            content = self._rest(length)
+            content = self._receive_rest(length)
         except OSError:  # reset, or closed by another thread
             return None
         return (json.loads(content), descriptors) if len(content) == length else None
@@ -44,7 +47,7 @@ class WorkerConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _rest(self, length: int) -> bytes:
+    def _receive_rest(self, length: int) -> bytes:
         content = bytearray()
         while len(content) < length:
             chunk = self._socket.recv(min(length - len(content), 1 << 20))

@@ -22,29 +22,29 @@ import numpy as np
 
 from kftrain.data.decoding import BadSample, Decoder, Decoding, Filled, Samples
 from kftrain.data.schema import Arrays
-from kftrain.data.shared_rows import NUMBERS, POSITIONS, Slot, Slots, mapped
+from kftrain.data.shared_rows import NUMBERS, POSITIONS, Slot, Slots, map_slot
 from kftrain.data.worker_messages import WorkerConnection
-from kftrain.data.workers import Locate, Rows, pieces
+from kftrain.data.workers import Locate, Rows, cut_rows
 from kftrain.errors import FailureClass, KftrainError, RetryableError, error_from_dict
 
 END_SECONDS = 5.0
-"""How long a worker has to end by itself."""
+"""Seconds that a worker has to end by itself."""
 
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """How a worker is started."""
+    """Command that starts a worker, and its first message."""
 
     command: Sequence[str]
     """To which the number of its descriptor and the id of the process that starts it are appended."""
     greeting: dict[str, Any]
-    """From which it knows what to read and how to decode; plain data."""
+    """Message from which it knows what to read and how to decode; plain data."""
     on_opened: Callable[[list[Any]], None] = lambda opened: None
     """Is given which files a worker has opened before each of its answers is used."""
 
 
 class DecodingProcesses:
-    """A `Fetcher` over worker processes."""
+    """Fetcher of rows whose decoding runs in worker processes."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class DecodingProcesses:
         self._locate = locate
         self._workers = [_Worker(number, command) for number in range(num_workers)]  # they import meanwhile
         try:
-            self._layout = Decoder(samples, decoding).layout(locate)
+            self._layout = Decoder(samples, decoding).find_layout(locate)
         except BaseException:
             self.close()
             raise
@@ -73,7 +73,7 @@ class DecodingProcesses:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the workers."""
+        """Process ids of the workers."""
         return [worker.process_id for worker in self._workers]
 
     def begin(self, positions: np.ndarray) -> Rows:
@@ -81,12 +81,12 @@ class DecodingProcesses:
         slot, arrays = self._slots.take()
         arrays.pop(NUMBERS)[:] = self._locate(positions)
         arrays.pop(POSITIONS)[:] = positions
-        asked = zip(self._workers, pieces(len(positions), len(self._workers)), strict=False)
+        asked = zip(self._workers, cut_rows(len(positions), len(self._workers)), strict=False)
         parts = [(rows.start, partial(worker.answer, worker.ask(slot, arrays, rows))) for worker, rows in asked]
         return Rows(arrays, parts, self._layout)
 
     def close(self) -> None:
-        """See `Fetcher`."""
+        """End the workers, as `Fetcher` says."""
         for worker in self._workers:
             worker.close()
         for worker in self._workers:
@@ -94,7 +94,7 @@ class DecodingProcesses:
 
 
 class _Worker:
-    """One process, from outside. It answers requests in their order."""
+    """Worker process, from outside. It answers requests in their order."""
 
     def __init__(self, number: int, command: WorkerCommand) -> None:
         ours, theirs = socket.socketpair()
@@ -140,7 +140,7 @@ class _Worker:
         while True:
             received = self._connection.receive()
             if received is None:
-                raise self._lost()
+                raise self._make_lost_error()
             answer, _ = received
             self._unanswered.popleft()
             self._num_answered += 1
@@ -162,7 +162,7 @@ class _Worker:
             self._process.kill()
             self._process.wait()
 
-    def _lost(self) -> KftrainError:
+    def _make_lost_error(self) -> KftrainError:
         self.close()
         self.wait()
         code = self._process.returncode
@@ -189,7 +189,7 @@ def decode_rows(
     while (received := connection.receive()) is not None:
         request, descriptors = received
         for descriptor in descriptors:
-            slots[request["slot"]] = mapped(descriptor, layout["fields"], layout["num_rows"])
+            slots[request["slot"]] = map_slot(descriptor, layout["fields"], layout["num_rows"])
             os.close(descriptor)
         rows = slice(request["start"], request["stop"])
         into = {name: array[rows] for name, array in slots[request["slot"]].items()}

@@ -17,11 +17,11 @@ from typing import Protocol
 
 import numpy as np
 
-from kftrain.data.decoding import Decoder, Decoding, Filled, Layout, Samples, put_row, stored_bytes
+from kftrain.data.decoding import Decoder, Decoding, Filled, Layout, Samples, count_stored_bytes, put_row
 from kftrain.data.schema import Arrays
 
 Locate = Callable[[np.ndarray], np.ndarray]
-"""From positions in the training order to numbers of samples, int64 `[k]` each."""
+"""Function from positions in the training order to numbers of samples, int64 `[k]` each."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Fetched:
     filled: Filled = field(default_factory=Filled)
 
     def part(self, start: int, stop: int) -> Fetched:
-        """Rows start … stop - 1, by themselves."""
+        """Return rows start … stop - 1, by themselves."""
         if stop - start == len(next(iter(self.arrays.values()))):
             return self
         bad = {row - start: sample for row, sample in self.filled.bad.items() if start <= row < stop}
@@ -44,16 +44,16 @@ class Fetcher(Protocol):
     """Fetches the rows of positions of the training order."""
 
     def begin(self, positions: np.ndarray) -> Rows:
-        """Asks for the samples at these positions, int64 `[k]`; does not wait for them."""
+        """Ask for the samples at these positions, int64 `[k]`; do not wait for them."""
         ...
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers and their threads."""
         ...
 
 
-def pieces(num_rows: int, num_pieces: int) -> list[slice]:
-    """Rows cut into equal parts, as far as they divide; none is empty."""
+def cut_rows(num_rows: int, num_pieces: int) -> list[slice]:
+    """Cut rows into equal parts, as far as they divide; none is empty."""
     num_pieces = max(1, min(num_pieces, num_rows))
     bounds = [number * num_rows // num_pieces for number in range(num_pieces + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
@@ -61,17 +61,19 @@ def pieces(num_rows: int, num_pieces: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one step: pieces of work that fill its arrays."""
+    """Rows of one step: pieces of work that fill its arrays."""
 
     arrays: Arrays
     parts: Sequence[tuple[int, Callable[[], Filled]]]
-    """First row of a piece, and what waits for its work, or does it."""
+    """First row of a piece, and the function that waits for its work, or does it."""
     layout: Layout | None = None
     futures: Sequence[Future[Filled]] = ()
-    """What can be cancelled of the work."""
+    """Work that can be cancelled."""
 
     def result(self) -> Fetched:
-        """Waits for them, and raises what went wrong. Called once, in the order in which they were asked for.
+        """Wait for the rows, and raise what went wrong.
+
+        Called once, in the order in which they were asked for.
 
         An example stands in place of each row that is bad.
         """
@@ -84,7 +86,7 @@ class Rows:
         return Fetched(self.arrays, filled)
 
     def cancel(self) -> None:
-        """Nobody waits for them any more."""
+        """Cancel the work: nobody waits for it any more."""
         for future in self.futures:
             future.cancel()
 
@@ -96,11 +98,11 @@ class _Threads:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="data worker") if num_threads else None
 
     def close(self) -> None:
-        """See `Fetcher`."""
+        """End the threads, as `Fetcher` says."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _begun(
+    def _submit(
         self, arrays: Arrays, parts: Sequence[tuple[int, Callable[[], Filled]]], layout: Layout | None = None
     ) -> Rows:
         if self._pool is None:
@@ -111,7 +113,7 @@ class _Threads:
 
 
 class Readers(_Threads):
-    """For samples that are used as they are stored."""
+    """Fetcher of samples that are used as they are stored."""
 
     def __init__(self, samples: Samples, locate: Locate, num_threads: int) -> None:
         """`num_threads`: 0 reads in the thread that waits; more read several steps at once."""
@@ -120,19 +122,19 @@ class Readers(_Threads):
         super().__init__(num_threads)
 
     def begin(self, positions: np.ndarray) -> Rows:
-        """See `Fetcher`."""
+        """Ask for the samples, as `Fetcher` says."""
         arrays: Arrays = {}
 
         def read() -> Filled:
             start = time.perf_counter()
             arrays.update(self._samples.read(self._locate(positions)))
-            return Filled(stored_bytes(arrays), time.perf_counter() - start)
+            return Filled(count_stored_bytes(arrays), time.perf_counter() - start)
 
-        return self._begun(arrays, [(0, read)])
+        return self._submit(arrays, [(0, read)])
 
 
 class DecodingThreads(_Threads):
-    """For samples that are decoded, by code that lets go of the GIL."""
+    """Fetcher of samples that are decoded by code that lets go of the GIL."""
 
     def __init__(self, samples: Samples, locate: Locate, decoding: Decoding, num_threads: int) -> None:
         """`num_threads`: 0 decodes in the thread that waits."""
@@ -141,17 +143,17 @@ class DecodingThreads(_Threads):
         self._decoding = decoding
         self._num_threads = num_threads
         super().__init__(num_threads)
-        self._layout = Decoder(samples, decoding).layout(locate)
+        self._layout = Decoder(samples, decoding).find_layout(locate)
         self._own = threading.local()
 
     def begin(self, positions: np.ndarray) -> Rows:
-        """See `Fetcher`."""
-        arrays = self._layout.empty(len(positions))
+        """Ask for the samples, as `Fetcher` says."""
+        arrays = self._layout.make_arrays(len(positions))
         parts = [
             (rows.start, partial(self._fill, {name: array[rows] for name, array in arrays.items()}, positions[rows]))
-            for rows in pieces(len(positions), self._num_threads)
+            for rows in cut_rows(len(positions), self._num_threads)
         ]
-        return self._begun(arrays, parts, self._layout)
+        return self._submit(arrays, parts, self._layout)
 
     def _fill(self, into: Arrays, positions: np.ndarray) -> Filled:
         if not hasattr(self._own, "decoder"):

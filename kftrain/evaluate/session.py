@@ -18,10 +18,10 @@ from kftrain.checkpoint.export import EmptyExport, read_empty
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.plugins import user_code
-from kftrain.data.conversion import conversion_of
+from kftrain.data.conversion import find_conversion
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.expanded import ValidationRows, expanded
-from kftrain.data.shards.cache import first_use_of
+from kftrain.data.expanded import ValidationRows, expand_rows
+from kftrain.data.shards.cache import make_first_use
 from kftrain.data.shards.manifest import Manifest, read_manifest
 from kftrain.data.shards.verified import FirstUse
 from kftrain.data.shards.verify import verify_before_start
@@ -121,8 +121,8 @@ def _open_split(manifest_uri: str, own_uri: str, config: Config, world: World) -
     require_places(manifest, manifest_uri, config)
     level = config.data.verify
     world.agree(lambda: verify_before_start(manifest_uri, manifest, level, world.rank, world.size))
-    first_use = first_use_of(config.data, manifest.dataset_digest)
-    conversion = conversion_of(manifest, build_task(config.task)) if manifest.is_adopted else None
+    first_use = make_first_use(config.data, manifest.dataset_digest)
+    conversion = find_conversion(manifest, build_task(config.task)) if manifest.is_adopted else None
     return _Data(manifest, open_validation(manifest_uri, manifest, config, first_use, conversion), first_use)
 
 
@@ -198,7 +198,7 @@ def _score(
         return None
     task, settings = empty.task, config.evaluate
     with liveness.resting():
-        rows = expanded(dataset, task, world.gather_slowly, (world.rank, world.size))
+        rows = expand_rows(dataset, task, world.gather_slowly, (world.rank, world.size))
     print(f"scores {share_of(rows.num_samples, settings.batch_size, spread.mesh)}")
     with liveness.watched():
         scores = score(

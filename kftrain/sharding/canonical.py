@@ -11,8 +11,8 @@ from uuid import UUID
 import numpy as np
 
 
-def canonical(value: Any) -> Iterator[bytes]:
-    """Type, length and content of a value. Raises TypeError for what is no plain data."""
+def encode_canonically(value: Any) -> Iterator[bytes]:
+    """Yield type, length and content of a value. Raises TypeError for what is no plain data."""
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         yield f"array {value.dtype.str} {value.shape} ".encode()
         yield value.tobytes()
@@ -20,18 +20,18 @@ def canonical(value: Any) -> Iterator[bytes]:
         yield f"bytes {len(value)} ".encode()
         yield bytes(value)
     elif isinstance(value, str):
-        yield from canonical(b"text " + value.encode("utf-8", "surrogatepass"))
+        yield from encode_canonically(b"text " + value.encode("utf-8", "surrogatepass"))
     elif value is None or isinstance(value, bool | int | float | np.generic):
         yield f"{type(value).__name__} {value!r} ".encode()
     elif isinstance(value, date | time | timedelta | Decimal | UUID):  # pandas' times say the same as Python's
-        yield from canonical(("plain", value.isoformat() if isinstance(value, date | time) else str(value)))
+        yield from encode_canonically(("plain", value.isoformat() if isinstance(value, date | time) else str(value)))
     elif isinstance(value, list | tuple):
         yield f"list {len(value)} ".encode()
         for item in value:
-            yield from canonical(item)
+            yield from encode_canonically(item)
     elif isinstance(value, dict):
         yield f"dict {len(value)} ".encode()
         for name in sorted(value, key=str):
-            yield from canonical([name, value[name]])
+            yield from encode_canonically([name, value[name]])
     else:
         raise TypeError(type(value).__name__)

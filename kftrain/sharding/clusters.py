@@ -9,29 +9,35 @@ import numpy as np
 
 from kftrain.data.schema import CLUSTER, Block, Record
 from kftrain.errors import DataError, UserCodeError
-from kftrain.sharding.sources.keyed import hash_of
+from kftrain.sharding.sources.keyed import hash_name
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import EncodingTask
 
 
 class Clusters:
-    """Of one split. Remembers the clusters of records until their blocks come. Memory: the records in between."""
+    """Clusters of one split: remembers those of records until their blocks come.
+
+    Remembers the clusters of records until their blocks come. Memory: the records in between.
+    """
 
     def __init__(self, task: EncodingTask, split: str) -> None:
         self._task = task
         self._is_known = split == "validation"  # a training block may hold rows of many records
         self._seen: dict[str, int] = {}
 
-    def noted(self, records: Iterable[Record]) -> Iterator[Record]:
-        """The same records."""
+    def note_records(self, records: Iterable[Record]) -> Iterator[Record]:
+        """Yield the same records, and remember their clusters."""
         for record in records:
             if self._is_known:
-                self._seen[record.key] = cluster_number(cluster_of(self._task, record))
+                self._seen[record.key] = number_cluster(name_cluster(self._task, record))
             yield record
 
-    def added_to(self, block: Block) -> Block:
-        """The block with its cluster in each row. Raises DataError for a validation block not named as its record."""
+    def add_to_block(self, block: Block) -> Block:
+        """Return the block with its cluster in each row.
+
+        Raises DataError for a validation block not named as its record.
+        """
         number = self._seen.pop(block.key, None) if self._is_known else 0
         if number is None:
             raise DataError(
@@ -42,8 +48,11 @@ class Clusters:
         return Block(block.key, {**block.arrays, CLUSTER: np.full(block.num_rows, number, np.int64)})
 
 
-def cluster_of(task: EncodingTask, record: Record) -> str:
-    """The name of the record's cluster; empty: its key is. Raises UserCodeError where it is no text."""
+def name_cluster(task: EncodingTask, record: Record) -> str:
+    """Return the name of the record's cluster; its unit where the task names none.
+
+    Raises UserCodeError where it is no text.
+    """
     if not task.names_clusters:
         return record.unit
     name = task.cluster(record)
@@ -52,6 +61,6 @@ def cluster_of(task: EncodingTask, record: Record) -> str:
     return name
 
 
-def cluster_number(name: str) -> int:
-    """The number that stands for a cluster: 63 bits of a hash, never 0."""
-    return (hash_of(name) >> 1) or 1
+def number_cluster(name: str) -> int:
+    """Return the number that stands for a cluster: 63 bits of a hash, never 0."""
+    return (hash_name(name) >> 1) or 1

@@ -12,9 +12,9 @@ from kftrain.errors import ConfigError, DataError, KftrainError
 from kftrain.run import documents
 from kftrain.run.drift import Drift, DriftedDistribution, ProfiledDataset
 from kftrain.run.paths import RunPaths
-from kftrain.sharding.drift import Distribution, change
-from kftrain.sharding.profile import Profile, mean_and_deviation, write_profile
-from kftrain.sharding.shard_dataset import below_root
+from kftrain.sharding.drift import Distribution, measure_change
+from kftrain.sharding.profile import Profile, compute_mean_and_deviation, write_profile
+from kftrain.sharding.shard_dataset import manifest_path
 from kftrain.tasks import Task
 from kftrain.tasks.run_dataset import find_manifest
 from kftrain.trust import Trust
@@ -136,7 +136,7 @@ def _components(root: str, manifest: Manifest) -> dict[str, str]:
 
 
 def _manifest_uri(root: str, dataset_digest: str) -> str:
-    return storage.join(root, below_root(dataset_digest))
+    return storage.join(root, manifest_path(dataset_digest))
 
 
 def _profile(config: Config, manifest_uri: str, task: Task) -> Profile:
@@ -155,13 +155,13 @@ def _describe_dataset(profile: Profile, manifest_uri: str) -> ProfiledDataset:
 
 
 def _compare(name: str, before: Distribution, now: Distribution, config: Config) -> DriftedDistribution | None:
-    difference = change(before, now)
+    difference = measure_change(before, now)
     if difference is None:
         return None
     return DriftedDistribution(
         name=name,
         level=difference.level(config.data.drift.some, config.data.drift.large),
-        before=mean_and_deviation(before),
-        now=mean_and_deviation(now),
+        before=compute_mean_and_deviation(before),
+        now=compute_mean_and_deviation(now),
         **vars(difference),
     )

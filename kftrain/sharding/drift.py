@@ -1,14 +1,14 @@
-"""How far a dataset has drifted from another: two measures for each distribution, and what chance alone would give.
+"""Drift of a dataset from another: two measures for each distribution, and the value that chance alone would give.
 
 Bins are chosen by the dataset before: of ordered values (pixels, sizes, floating point numbers) up to ten that hold
 about as much each, one below all of them, one above, and of numbers one for those that are not finite; of names
 (classes, tokens) the most frequent ones, and one for all others.
 
 - Population stability index, the sum of (p - q) ln(p / q) over the bins: N. Siddiqi, "Credit Risk Scorecards" (2006),
-  whose thresholds 0.1 and 0.25 are the usual ones; it is the divergence of H. Jeffreys (1946). Half a count is added to
-  each bin, or an empty one would make it infinite.
-- Jensen-Shannon distance, the root of the divergence in bits, from 0 to 1: J. Lin, "Divergence Measures Based on the
-  Shannon Entropy" (1991); D. Endres and J. Schindelin (2003) for the root.
+whose thresholds 0.1 and 0.25 are the usual ones; it is the divergence of H. Jeffreys (1946). Half a count is added to
+each bin, or an empty one would make it infinite. - Jensen-Shannon distance, the root of the divergence in bits, from 0
+to 1: J. Lin, "Divergence Measures Based on the Shannon Entropy" (1991); D. Endres and J. Schindelin (2003) for the
+root.
 
 Of two samples of the same distribution the index is about (1/n + 1/m) times a chi-square variable of one degree of
 freedom less than there are bins (B. Yurdakul, "Statistical Properties of Population Stability Index", 2018). What it
@@ -31,13 +31,13 @@ from kftrain.run.drift import DriftShift
 
 MAX_ORDERED_BINS = 10
 MAX_NAMED_BINS = 100
-"""Beside the one for all others."""
+"""Number of names with a bin of their own, beside the one for all others."""
 
 SMOOTHING = 0.5
 """Counts that are added to each bin for the index."""
 
 CHANCE = 0.05
-"""The share of pairs of equal distributions in which chance gives more."""
+"""Share of pairs of equal distributions in which chance gives more."""
 
 MAX_SHIFTS = 5
 """Bins that are named as the ones that have changed most."""
@@ -47,60 +47,60 @@ MISSING = "not finite"
 """Bins of other names, and of numbers that are none."""
 
 Bin = tuple[str, float, float]
-"""A name, and the counts before and now."""
+"""Name of a bin, and its counts before and now."""
 
 Level = Literal["none", "some", "large"]
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """How often each value comes, as a profile holds it, too."""
+    """Counts or quantiles of the values of a field, as a profile holds them."""
 
     counts: dict[str, int]
     is_ordered: bool = False
-    """Whether the values are whole numbers that have an order."""
+    """True if the values are whole numbers that have an order."""
     num_independent: float = 0.0
-    """So many independent values would vary as much; 0: as many as there are."""
+    """Number of independent values that would vary as much; 0: as many as there are."""
     quantiles: list[float] = field(default_factory=list)
-    """Of floating point numbers that are finite, in order and evenly spread, instead of counts."""
+    """Quantiles of finite floating point numbers, in order and evenly spread, instead of counts."""
     missing: float | None = None
-    """The share of floating point numbers that are not finite; None: it was not counted."""
+    """Share of floating point numbers that are not finite; None: it was not counted."""
 
     @property
     def has_numbers(self) -> bool:
-        """Whether its values are floating point numbers."""
+        """True if its values are floating point numbers."""
         return bool(len(self.quantiles)) or self.missing is not None
 
     @property
     def size(self) -> float:
-        """For what chance gives."""
+        """Number of values that decides what chance gives."""
         return self.num_independent or float(sum(self.counts.values()) or len(self.quantiles))
 
 
 @dataclass(frozen=True)
 class DistributionChange:
-    """How one distribution has changed."""
+    """Change of one distribution, measured twice."""
 
     psi: float
     """Population stability index."""
     js_distance: float
     """Jensen-Shannon distance."""
     chance_psi: float
-    """What chance alone exceeds once in twenty times."""
+    """Index that chance alone exceeds once in twenty times."""
     num_bins: int
     shifts: list[DriftShift]
     """The bins whose share has changed most, the largest change first."""
 
     def level(self, some: float, large: float) -> Level:
-        """Whether the index exceeds a threshold, and what chance would give."""
+        """Tell how large the change is by the thresholds; "none" where chance would give as much."""
         if self.psi <= max(some, self.chance_psi):
             return "none"
         return "large" if self.psi > large else "some"
 
 
-def change(before: Distribution, now: Distribution) -> DistributionChange | None:
-    """How a distribution has changed; None where one of them is empty, or they are of different kinds."""
-    bins = _bins(before, now) if before.has_numbers == now.has_numbers else []
+def measure_change(before: Distribution, now: Distribution) -> DistributionChange | None:
+    """Measure how a distribution has changed; None where one of them is empty, or they are of different kinds."""
+    bins = _make_bins(before, now) if before.has_numbers == now.has_numbers else []
     counts = np.array([[old, new] for _, old, new in bins], dtype=np.float64).reshape(-1, 2).T
     if not counts.any(axis=1).all():
         return None
@@ -109,32 +109,32 @@ def change(before: Distribution, now: Distribution) -> DistributionChange | None
     return DistributionChange(
         psi=stability_index(counts[0], counts[1]),
         js_distance=jensen_shannon_distance(counts[0], counts[1]),
-        chance_psi=chance_of(len(bins), before.size, now.size),
+        chance_psi=compute_chance_index(len(bins), before.size, now.size),
         num_bins=len(bins),
-        shifts=[DriftShift(bin=bins[each][0], before=shares[0, each], now=shares[1, each]) for each in largest],
+        shifts=[DriftShift(bin=bins[number][0], before=shares[0, number], now=shares[1, number]) for number in largest],
     )
 
 
 def stability_index(before: np.ndarray, now: np.ndarray) -> float:
-    """The population stability index of the counts `[bins]` of two datasets."""
-    p, q = (_shares(each + SMOOTHING) for each in (now, before))
+    """Compute the population stability index of the counts `[bins]` of two datasets."""
+    p, q = (_compute_shares(counts + SMOOTHING) for counts in (now, before))
     return float(np.sum((p - q) * np.log(p / q)))
 
 
 def jensen_shannon_distance(before: np.ndarray, now: np.ndarray) -> float:
-    """The distance of the counts `[bins]` of two datasets, from 0 to 1."""
-    p, q = _shares(now), _shares(before)
-    divergence = (_relative_entropy(p, (p + q) / 2) + _relative_entropy(q, (p + q) / 2)) / 2
+    """Compute the distance of the counts `[bins]` of two datasets, from 0 to 1."""
+    p, q = _compute_shares(now), _compute_shares(before)
+    divergence = (_compute_relative_entropy(p, (p + q) / 2) + _compute_relative_entropy(q, (p + q) / 2)) / 2
     return math.sqrt(min(1.0, max(0.0, divergence)))
 
 
-def chance_of(num_bins: int, before: float, now: float) -> float:
-    """What the index of two samples of these sizes, of one distribution, exceeds once in twenty times."""
-    return (1 / before + 1 / now) * _chi_square_quantile(num_bins - 1, 1 - CHANCE) if num_bins > 1 else 0.0
+def compute_chance_index(num_bins: int, before: float, now: float) -> float:
+    """Compute the index that two samples of these sizes, of one distribution, exceed once in twenty times."""
+    return (1 / before + 1 / now) * _compute_chi_square_quantile(num_bins - 1, 1 - CHANCE) if num_bins > 1 else 0.0
 
 
-def independent_values(groups: np.ndarray) -> float:
-    """How many independent values vary as much as those of `groups`, counts `[groups, bins]` of values that are alike.
+def count_independent_values(groups: np.ndarray) -> float:
+    """Count the independent values that vary as much as those of `groups`, `[groups, bins]`, whose values are alike.
 
     The number of values over the mean design effect of the bins, weighted as Rao and Scott do for a test of fit.
     """
@@ -157,15 +157,15 @@ def decile_edges(values: np.ndarray) -> np.ndarray:
 
 
 def count_between(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """How many values lie up to each edge, and how many above the last one."""
+    """Count the values up to each edge, and those above the last one."""
     return np.bincount(np.searchsorted(edges, values, side="left"), minlength=len(edges) + 1)
 
 
-def _bins(before: Distribution, now: Distribution) -> list[Bin]:
+def _make_bins(before: Distribution, now: Distribution) -> list[Bin]:
     """Name of each bin, with the counts of both."""
     if before.has_numbers:
         return _number_bins(before, now)
-    return _ordered_bins(before, now) if before.is_ordered and now.is_ordered else _named_bins(before, now)
+    return _ordered_bins(before, now) if before.is_ordered and now.is_ordered else _make_named_bins(before, now)
 
 
 def _number_bins(before: Distribution, now: Distribution) -> list[Bin]:
@@ -177,11 +177,11 @@ def _number_bins(before: Distribution, now: Distribution) -> list[Bin]:
         edges = np.unique([np.nextafter(lowest, -np.inf), *decile_edges(old), highest])
         ranges = [f"{low:.4g} to {high:.4g}" for low, high in pairwise(edges[1:].tolist())]
         names = [f"below {lowest:.4g}", f"up to {edges[1]:.4g}", *ranges, f"above {highest:.4g}"]
-    counts = [count_between(np.asarray(each.quantiles), edges).tolist() for each in (before, now)]
+    counts = [count_between(np.asarray(distribution.quantiles), edges).tolist() for distribution in (before, now)]
     if before.missing is not None and now.missing is not None:
         names.append(MISSING)
-        counts = [[*each, _missing(of)] for each, of in zip(counts, (before, now), strict=True)]
-    return [each for each in zip(names, *counts, strict=True) if any(each[1:])]
+        counts = [[*finite, _missing(numbers)] for finite, numbers in zip(counts, (before, now), strict=True)]
+    return [named for named in zip(names, *counts, strict=True) if any(named[1:])]
 
 
 def _missing(numbers: Distribution) -> float:
@@ -208,25 +208,32 @@ def _ordered_bins(before: Distribution, now: Distribution) -> list[Bin]:
     return bins
 
 
-def _named_bins(before: Distribution, now: Distribution) -> list[Bin]:
-    """The most frequent names before, and all others together."""
+def _make_named_bins(before: Distribution, now: Distribution) -> list[Bin]:
+    """Make bins of the most frequent names before, and one of all others together."""
     named = sorted(before.counts, key=lambda name: (-before.counts[name], name))[:MAX_NAMED_BINS]
     bins: list[Bin] = [(name, before.counts[name], now.counts.get(name, 0)) for name in named]
-    others = [sum(each.counts.values()) - sum(each.counts.get(name, 0) for name in named) for each in (before, now)]
+    others = [
+        sum(distribution.counts.values()) - sum(distribution.counts.get(name, 0) for name in named)
+        for distribution in (before, now)
+    ]
     return [*bins, (OTHERS, others[0], others[1])] if any(others) else bins
 
 
-def _shares(counts: np.ndarray) -> np.ndarray:
+def _compute_shares(counts: np.ndarray) -> np.ndarray:
     return np.asarray(counts / counts.sum())
 
 
-def _relative_entropy(p: np.ndarray, q: np.ndarray) -> float:
-    """In bits; what p lacks counts nothing."""
+def _compute_relative_entropy(p: np.ndarray, q: np.ndarray) -> float:
+    """Compute the relative entropy in bits; what p lacks counts nothing."""
     used = p > 0
     return float(np.sum(p[used] * np.log2(p[used] / q[used])))
 
 
-def _chi_square_quantile(degrees: int, probability: float) -> float:
-    """By the cube of a normal variable: E. Wilson and M. Hilferty (1931); within 1 % from 3 degrees of freedom on."""
+def _compute_chi_square_quantile(degrees: int, probability: float) -> float:
+    """Approximate the quantile by the cube of a normal variable: E. Wilson and M. Hilferty (1931).
+
+    The error is within 1 % from 3 degrees of freedom on. Wilson and M. Hilferty (1931); within 1 % from 3 degrees of
+    freedom on. Wilson and M. Hilferty (1931); within 1 % from 3 degrees of freedom on.
+    """
     spread = 2 / (9 * degrees)
     return float(degrees * (1 - spread + NormalDist().inv_cdf(probability) * math.sqrt(spread)) ** 3)

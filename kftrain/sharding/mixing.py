@@ -1,4 +1,4 @@
-"""Several datasets become one: each is sharded by itself, and a manifest lists the shards of all, one after another.
+"""Mixtures: each dataset is sharded by itself, and a manifest lists the shards of all, one after another.
 
 Nothing is copied. What reads a dataset reads such a one like any other: in stored order the first component comes
 first, in each split. So validation is that of all components, each with as much weight as it has validation samples,
@@ -21,9 +21,9 @@ from kftrain.data.settings import DataConfig
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards.manifest import Component, Manifest, Shard, Split
 from kftrain.errors import DataError, EmptyWindowError
-from kftrain.sharding.parts.baselines import measured_baselines
+from kftrain.sharding.parts.baselines import measure_baselines
 from kftrain.sharding.parts.encoder import Encoding
-from kftrain.sharding.shard_dataset import ShardingResult, below_root, shard_dataset
+from kftrain.sharding.shard_dataset import ShardingResult, manifest_path, shard_dataset
 from kftrain.sharding.sources import resolve_source
 from kftrain.sharding.sources.windowed import TIMES_FOLDER
 
@@ -31,31 +31,36 @@ if TYPE_CHECKING:
     from kftrain.tasks.base import EncodingTask
 
 _EQUAL = ("sample_schema", "validation_schema")
-"""What the manifests of a mixture have in common."""
+"""Fields that the manifests of a mixture have in common."""
 
 
 def shard_mixture(config: Config, task: EncodingTask, progress: Progress) -> ShardingResult:
-    """The shards of the configuration's source, or of its mixture: found, or written now. Raises as `shard_dataset`."""
+    """Shard the configuration's source, or each of its mixture, or find the shards unchanged.
+
+    Raises as `shard_dataset`.
+    """
     if not config.data.components:
         return shard_dataset(config, task, progress)
     start = time.monotonic()
-    found: dict[str, ShardingResult] = {}
+    results: dict[str, ShardingResult] = {}
     for component in config.data.components:
-        own = config.model_copy(update={"data": config.data.of_component(component)})
-        shown = functools.partial(_named, progress, component.name)
-        found[component.name] = shard_dataset(own, task, shown)
-    manifest = mixed({name: result.manifest for name, result in found.items()})
-    uri = storage.join(config.run.storage_root, below_root(manifest.dataset_digest))
+        component_config = config.model_copy(update={"data": config.data.of_component(component)})
+        report = functools.partial(_report_for, progress, component.name)
+        results[component.name] = shard_dataset(component_config, task, report)
+    manifest = mix_manifests({name: result.manifest for name, result in results.items()})
+    uri = storage.join(config.run.storage_root, manifest_path(manifest.dataset_digest))
     encoding = Encoding.of(config.data, config.task.kind, task)
-    manifest = manifest.model_copy(update={"baselines": measured_baselines(encoding, uri, manifest)})
+    manifest = manifest.model_copy(update={"baselines": measure_baselines(encoding, uri, manifest)})
     storage.publish_json(uri, manifest.to_dict())
-    reused = all(result.reused for result in found.values())
-    listings = {source: listing for result in found.values() for source, listing in result.listings.items()}
+    reused = all(result.reused for result in results.values())
+    listings = {source: listing for result in results.values() for source, listing in result.listings.items()}
     return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start, listings)
 
 
-def holds_nothing(data: DataConfig, storage_root: str) -> bool:
-    """Whether nothing of a source lies in its window. Raises DataError and ConfigError for what sharding refuses, too.
+def is_window_empty(data: DataConfig, storage_root: str) -> bool:
+    """Tell whether nothing of a source lies in its window.
+
+    Raises DataError and ConfigError for what sharding refuses, too.
 
     For a window by column the source is read, where it is not known yet when its records are of.
     """
@@ -68,8 +73,8 @@ def holds_nothing(data: DataConfig, storage_root: str) -> bool:
     return False
 
 
-def mixed(components: dict[str, Manifest]) -> Manifest:
-    """The manifest of all of them, by their names; it lies where theirs lie, in a folder beside theirs.
+def mix_manifests(components: dict[str, Manifest]) -> Manifest:
+    """Build the manifest of all components, by their names; it lies in a folder beside theirs.
 
     Raises DataError where they do not hold the same fields.
     """
@@ -80,11 +85,14 @@ def mixed(components: dict[str, Manifest]) -> Manifest:
             raise DataError(
                 f"the components {first_name} and {name} of a mixture do not hold the same fields",
                 where="data.mixture",
-                value=[_shown(first), _shown(other)],
+                value=[_describe_fields(first), _describe_fields(other)],
                 fix="shard both with one task and one release",
             )
-    listed = [_component(name, each) for name, each in components.items()]
-    splits = {split: [shard for each in components.values() for shard in _from_beside(each, split)] for split in SPLITS}
+    listed = [_describe_component(name, manifest) for name, manifest in components.items()]
+    splits = {
+        split: [shard for manifest in components.values() for shard in _relocate_shards(manifest, split)]
+        for split in SPLITS
+    }
     return Manifest(
         dataset_digest=manifests.content_digest(
             first.sample_schema, first.task_settings, splits, listed, first.validation_schema
@@ -95,27 +103,27 @@ def mixed(components: dict[str, Manifest]) -> Manifest:
         task_settings=first.task_settings,
         splits={name: Split(shards=shards) for name, shards in splits.items()},
         source=f"mixture of {', '.join(components)}",
-        source_listing_digest=storage.digest_json([each.source_listing_digest for each in components.values()]),
+        source_listing_digest=storage.digest_json([manifest.source_listing_digest for manifest in components.values()]),
         baselines={},
         components=listed,
     )
 
 
-def _component(name: str, manifest: Manifest) -> Component:
+def _describe_component(name: str, manifest: Manifest) -> Component:
     counts = {split: len(manifest.splits[split].shards) for split in SPLITS}
     return Component(name=name, source=manifest.source, dataset_digest=manifest.dataset_digest, num_shards=counts)
 
 
-def _from_beside(manifest: Manifest, split: str) -> list[Shard]:
-    """The shards of a dataset as a manifest in a folder beside its own names them."""
+def _relocate_shards(manifest: Manifest, split: str) -> list[Shard]:
+    """Return the shards of a dataset as a manifest in a folder beside its own names them."""
     own = f"../{manifest.dataset_digest}"
     return [shard.model_copy(update={"folder": shard.folder or own}) for shard in manifest.splits[split].shards]
 
 
-def _shown(manifest: Manifest) -> str:
+def _describe_fields(manifest: Manifest) -> str:
     fields = ", ".join(f"{field.name}: {field.dtype} {list(field.shape)}" for field in manifest.sample_schema.fields)
     return f"format {manifest.format_version}, {fields}"
 
 
-def _named(progress: Progress, name: str, line: str) -> None:
+def _report_for(progress: Progress, name: str, line: str) -> None:
     progress(f"{name}: {line}")

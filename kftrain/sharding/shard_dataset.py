@@ -33,35 +33,35 @@ from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.errors import DataError
 from kftrain.process.machine import num_cpus
 from kftrain.sharding.adopted.adopting import adopt
-from kftrain.sharding.clusters import cluster_of
+from kftrain.sharding.clusters import name_cluster
 from kftrain.sharding.parts import findings, pool
-from kftrain.sharding.parts.baselines import measured_baselines
-from kftrain.sharding.parts.document import PartDocument, total
+from kftrain.sharding.parts.baselines import measure_baselines
+from kftrain.sharding.parts.document import PartDocument, add_statistics
 from kftrain.sharding.parts.encoder import Encoding
 from kftrain.sharding.parts.store import Level, PartStore
 from kftrain.sharding.sources import resolve_source
 from kftrain.sharding.sources.keyed import KeyedSource
-from kftrain.sharding.sources.listing import listing_digests
+from kftrain.sharding.sources.listing import digest_listing
 from kftrain.sharding.sources.windowed import TIMES_FOLDER
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import EncodingTask
 
 PROCESS_BYTES = 32_000_000
-"""A process that has less to read costs more than it saves."""
+"""Bytes below which a process of its own costs more than it saves."""
 
 LISTING_SHARE = 0.05
-"""Of the time, what may go into looking whether the source is unchanged."""
+"""Share of the time that may go into looking whether the source is unchanged."""
 
 
 @dataclass(frozen=True)
 class ShardingResult:
-    """The shards of a configuration."""
+    """Result of `shard_dataset`: where the manifest lies, and whether anything was written."""
 
     manifest_uri: str
     dataset_digest: str
     reused: bool
-    """Whether unchanged shards were found."""
+    """True if unchanged shards were found."""
     manifest: Manifest
     seconds: float
     listings: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class ShardingResult:
 
 
 def shard_dataset(config: Config, task: EncodingTask, progress: Progress) -> ShardingResult:
-    """The shards of the configuration's source under its task: found, or written now. `progress` gets lines to show.
+    """Shard the configuration's source under its task, or find its shards unchanged. `progress` gets lines to show.
 
     Afterwards the task encodes as the dataset is encoded.
 
@@ -78,9 +78,9 @@ def shard_dataset(config: Config, task: EncodingTask, progress: Progress) -> Sha
     """
     start = time.monotonic()
     if config.data.shards == "adopt":
-        found = adopt(config, task, progress)
-        digest = found.manifest.dataset_digest
-        return ShardingResult(found.manifest_uri, digest, found.reused, found.manifest, time.monotonic() - start)
+        adopted = adopt(config, task, progress)
+        digest = adopted.manifest.dataset_digest
+        return ShardingResult(adopted.manifest_uri, digest, adopted.reused, adopted.manifest, time.monotonic() - start)
     sharding = _Sharding(config, task, progress)
     root = config.run.storage_root
     pointer = storage.join(root, "shards", "by-source", f"{sharding.source_digest()}.json")
@@ -93,35 +93,35 @@ def shard_dataset(config: Config, task: EncodingTask, progress: Progress) -> Sha
             if config.data.stratify:
                 storage.publish_json(strata_uri(root, sharding.data), {"strata": sharding.source.strata})
             storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest})
-            target = {"dataset_digest": digest, "manifest_uri": below_root(digest), "state": sharding.state}
+            target = {"dataset_digest": digest, "manifest_uri": manifest_path(digest), "state": sharding.state}
             storage.publish_json(pointer, target)
     elif task.asset_names:
         task.restore(read_assets(root, manifest.task_settings))
-    uri = storage.join(root, below_root(manifest.dataset_digest))
+    uri = storage.join(root, manifest_path(manifest.dataset_digest))
     listings = {config.data.source: sharding.listing} if config.data.window.watermark else {}
     return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start, listings)
 
 
-def below_root(dataset_digest: str) -> str:
-    """Where the manifest of a dataset lies, from the storage root."""
+def manifest_path(dataset_digest: str) -> str:
+    """Return the path of a dataset's manifest below the storage root."""
     return f"shards/{dataset_digest}/{MANIFEST_NAME}"
 
 
 def _find(root: str, pointer: str, state: str, progress: Progress) -> tuple[Manifest | None, Level]:
-    """The manifest that the pointer leads to, if source and shards are unchanged; how far parts are used again."""
+    """Find the manifest that the pointer leads to, if all is unchanged, and how far parts may be reused."""
     try:
-        found = storage.read_json_if_exists(pointer)
-        if found is None:
+        target = storage.read_json_if_exists(pointer)
+        if target is None:
             return None, "size"
-        if "state" in found and found["state"] != state:
+        if "state" in target and target["state"] != state:
             progress("files of the source may hold something else, at the same size and time: looking at them again")
             return None, "replaced"
-        uri = storage.join(root, below_root(found["dataset_digest"]))
+        uri = storage.join(root, manifest_path(target["dataset_digest"]))
         manifest = manifests.read_manifest(uri)
         verify.verify_shards(uri, manifest)
         read_assets(root, manifest.task_settings)
-        if "state" not in found:  # of a release before
-            storage.publish_json(pointer, {**found, "state": state})
+        if "state" not in target:  # of a release before
+            storage.publish_json(pointer, {**target, "state": state})
     except (DataError, ValueError, KeyError, TypeError) as error:  # not where storage is away: they may be as they were
         progress(f"the shards of this source cannot be used again ({error}); sharding again")
         return None, "sha256"
@@ -130,7 +130,7 @@ def _find(root: str, pointer: str, state: str, progress: Progress) -> tuple[Mani
 
 
 class _Sharding:
-    """One sharding, from the source to the published manifest."""
+    """Sharding of a source, up to the published manifest."""
 
     def __init__(self, config: Config, task: EncodingTask, progress: Progress) -> None:
         self._config = config
@@ -142,18 +142,18 @@ class _Sharding:
         source = resolve_source.open_kind(self._kind, config.data, times_uri)
         self._progress = progress
         self.listing = source.listing()
-        self._listing_digest, self.state = listing_digests(self.listing)
+        self._listing_digest, self.state = digest_listing(self.listing)
         self._encoding = Encoding.of(config.data, config.task.kind, task)
-        self._settings = self._all_settings()
+        self._settings = self._collect_settings()
         if not storage.exists(self.latest_uri()):  # else a release before has begun it, by numbers
             data = resolve_source.with_content_keys(config.data, self._kind)
             self._config = config.model_copy(update={"data": data})
-            self._settings = self._all_settings()
+            self._settings = self._collect_settings()
         self.data = self._config.data
         self.source = KeyedSource(source, self.data)
 
-    def _all_settings(self) -> dict[str, Any]:
-        """All but the listing and the length of parts that decides the shards."""
+    def _collect_settings(self) -> dict[str, Any]:
+        """Return all that decides the shards but the listing and the length of parts."""
         data = self._config.data
         return {
             "format_version": manifests.FORMAT_VERSION,
@@ -165,12 +165,12 @@ class _Sharding:
             "task": {
                 "kind": self._config.task.kind,
                 "settings": self._encoding.settings,
-                "schemas": self._encoding.schema_documents(),
+                "schemas": self._encoding.dump_schemas(),
             },
         }
 
     def source_digest(self) -> str:
-        """Digest of all that decides the shards, as far as it is known without reading the source."""
+        """Return the digest of all that decides the shards, as far as it is known without reading the source."""
         data = self._config.data
         # The window itself is not in it: what lies in it is listed. How it is chosen decides where parts end.
         chosen = {"window": [data.window.by, data.window.column]} if data.window.is_set else {}
@@ -178,20 +178,20 @@ class _Sharding:
         return storage.digest_json(known)
 
     def latest_uri(self) -> str:
-        """What leads to the last dataset of this source under these settings, whatever the source held then."""
+        """Return the URI of what leads to the last dataset of this source and settings, whatever the source held."""
         return storage.join(self._shards_uri, "latest", f"{storage.digest_json(self._settings)}.json")
 
     def run(self, level: Level) -> Manifest:
-        """Reads, encodes, writes and publishes; the manifest that is then in the store."""
+        """Read, encode, write and publish; return the manifest that is then in the store."""
         self._progress(f"sharding {self._config.data.source}")
-        self.source.learn_strata(known_strata(self._root, self._config.data, self.latest_uri()))
+        self.source.learn_strata(read_strata(self._root, self._config.data, self.latest_uri()))
         self._parts = parts = self.source.parts(self._config.data.part_size_bytes)
         self._learn(parts)
         store = PartStore(self._shards_uri, self._encoding, level)
-        documents = self._encoded(store, parts)
-        manifest = self._manifest(store, documents)
-        uri = storage.join(self._config.run.storage_root, below_root(manifest.dataset_digest))
-        manifest = manifest.model_copy(update={"baselines": measured_baselines(self._encoding, uri, manifest)})
+        documents = self._encode_parts(store, parts)
+        manifest = self._build_manifest(store, documents)
+        uri = storage.join(self._config.run.storage_root, manifest_path(manifest.dataset_digest))
+        manifest = manifest.model_copy(update={"baselines": measure_baselines(self._encoding, uri, manifest)})
         self._refuse_changed_source()
         folder_uri = uri.rsplit("/", 1)[0]
         with staging_folder(self._shards_uri) as folder:
@@ -201,51 +201,51 @@ class _Sharding:
         return manifests.read_manifest(uri)
 
     def _learn(self, parts: list[SourcePart]) -> None:
-        """Lets the task learn what encoding needs to know, unless the dataset before this one knows it; keeps that."""
-        with self._encoding.task_code():
-            known = self._known_assets() if self._task.asset_names else {}
+        """Let the task learn what encoding needs to know, or restore it from the dataset before this one; keep it."""
+        with self._encoding.run_task_code():
+            known = self._read_latest_assets() if self._task.asset_names else {}
             if known:
                 self._task.restore(known)
             else:
-                self._task.learn(training_records(self._config, self._task, self.source, parts))
+                self._task.learn(iterate_training_records(self._config, self._task, self.source, parts))
             keep_assets(self._root, self._task.assets())
         self._encoding = Encoding.of(self._config.data, self._config.task.kind, self._task)
 
-    def _known_assets(self) -> dict[str, bytes]:
-        """Those of the last dataset of this source, so that what is added is encoded as what there was."""
+    def _read_latest_assets(self) -> dict[str, bytes]:
+        """Return the files of the last dataset of this source, so that what is added is encoded as what there was."""
         try:
-            latest = self._latest()
+            latest = self._read_latest()
             if not latest:
                 return {}
-            manifest = manifests.read_manifest(storage.join(self._root, below_root(latest["dataset_digest"])))
+            manifest = manifests.read_manifest(storage.join(self._root, manifest_path(latest["dataset_digest"])))
             return read_assets(self._root, manifest.task_settings)
         except (DataError, ValueError, KeyError, TypeError) as error:
             self._progress(f"what the dataset before was encoded with cannot be used again ({error})")
             return {}
 
-    def _encoded(self, store: PartStore, parts: list[SourcePart]) -> list[PartDocument]:
-        """What became of each part."""
-        settings = {**self._all_settings(), **({"strata": self.source.strata} if self.source.strata else {})}
+    def _encode_parts(self, store: PartStore, parts: list[SourcePart]) -> list[PartDocument]:
+        """Encode all parts, and return the document of each."""
+        settings = {**self._collect_settings(), **({"strata": self.source.strata} if self.source.strata else {})}
         inputs = [storage.digest_json({**settings, "part": part.identity()}) for part in parts]
-        found: dict[int, PartDocument] = {}
+        encoded: dict[int, PartDocument] = {}
         written: list[int] = []
         look_at = time.monotonic()
-        for number, document, reused in self._answers(store, parts, inputs):
-            found[number] = document
+        for number, document, reused in self._iterate_documents(store, parts, inputs):
+            encoded[number] = document
             written += [] if reused else [number]
             if len(parts) > 1:
-                self._progress(_line(document, len(found), len(parts), reused))
+                self._progress(_describe_part(document, len(encoded), len(parts), reused))
             if time.monotonic() >= look_at:
-                look_at = self._keep(store, inputs, written, found)
-        self._keep(store, inputs, written, found)
-        return [found[number] for number in range(len(parts))]
+                look_at = self._keep(store, inputs, written, encoded)
+        self._keep(store, inputs, written, encoded)
+        return [encoded[number] for number in range(len(parts))]
 
-    def _answers(
+    def _iterate_documents(
         self, store: PartStore, parts: list[SourcePart], inputs: list[str]
     ) -> Iterator[tuple[int, PartDocument, bool]]:
-        """Number, document and whether it was there, of each part as it is done; the largest ones are begun first."""
+        """Yield number, document and reuse of each part as it is done; the largest ones are begun first."""
         order = sorted(range(len(parts)), key=lambda number: -parts[number].size_bytes)
-        num_processes = self._num_processes(parts)
+        num_processes = self._count_processes(parts)
         if num_processes == 1:
             shown = self._progress if len(parts) == 1 else lambda line: None
             for number in range(len(parts)):
@@ -265,36 +265,38 @@ class _Sharding:
         for number, answer in pool.map_jobs(jobs, first, num_processes):
             yield order[number], PartDocument.model_validate(answer["document"]), answer["reused"]
 
-    def _num_processes(self, parts: list[SourcePart]) -> int:
-        """How many processes encode; a task that was not built from this configuration cannot be built elsewhere."""
+    def _count_processes(self, parts: list[SourcePart]) -> int:
+        """Return how many processes encode; a task not built from this configuration cannot be built elsewhere."""
         if self._task.built_from != self._config.task:
             return 1
         worth = 1 + sum(part.size_bytes for part in parts) // PROCESS_BYTES
         return max(1, min(len(parts), self._config.data.processes or min(num_cpus(), worth)))
 
-    def _keep(self, store: PartStore, inputs: list[str], written: list[int], found: dict[int, PartDocument]) -> float:
-        """Lets the parts that are written be found again, if the source is unchanged; when to look the next time."""
+    def _keep(self, store: PartStore, inputs: list[str], written: list[int], encoded: dict[int, PartDocument]) -> float:
+        """Let the parts that are written be found again, if the source is unchanged; return when to look next."""
         start = time.monotonic()
         if written:
             self._refuse_changed_source()
         seconds = time.monotonic() - start
         for number in written:
-            store.keep(inputs[number], found[number].part_digest, self._parts[number].state)
+            store.keep(inputs[number], encoded[number].part_digest, self._parts[number].state)
         written.clear()
         return time.monotonic() + seconds / LISTING_SHARE
 
-    def _manifest(self, store: PartStore, documents: list[PartDocument]) -> Manifest:
-        splits = {split: [shard for document in documents for shard in document.located(split)] for split in SPLITS}
+    def _build_manifest(self, store: PartStore, documents: list[PartDocument]) -> Manifest:
+        splits = {
+            split: [shard for document in documents for shard in document.locate_shards(split)] for split in SPLITS
+        }
         for split, shards in splits.items():
             if not shards:
-                raise resolve_source.empty_split(split, self._config.data, self.source.largest_stratum)
-        found = findings.find(documents, store.uri)
-        for line in findings.lines(found):
+                raise resolve_source.make_empty_split_error(split, self._config.data, self.source.largest_stratum)
+        noticed = findings.find_flaws(documents, store.uri)
+        for line in findings.describe_findings(noticed):
             self._progress(f"found {line}")
         schema, validation = (self._encoding.schemas[split] for split in SPLITS)
         own = validation if validation != schema else None
         digest = manifests.content_digest(schema, self._encoding.settings, splits, validation_schema=own)
-        latest = str(self._latest().get("dataset_digest", ""))
+        latest = str(self._read_latest().get("dataset_digest", ""))
         return Manifest(
             dataset_digest=digest,
             sample_schema=schema,
@@ -306,19 +308,19 @@ class _Sharding:
             source_listing_digest=self._listing_digest,
             baselines={},
             parent="" if latest == digest else latest,
-            findings=found,
-            statistics=total(documents),
+            findings=noticed,
+            statistics=add_statistics(documents),
         )
 
-    def _latest(self) -> dict[str, Any]:
-        """Digest of the last dataset of this source; empty where there is none, or nobody knows."""
+    def _read_latest(self) -> dict[str, Any]:
+        """Read what leads to the last dataset of this source; empty where there is none, or nobody knows."""
         try:
             return dict(storage.read_json_if_exists(self.latest_uri()) or {})
         except (DataError, ValueError, TypeError):
             return {}
 
     def _refuse_changed_source(self) -> None:
-        if listing_digests(self.source.listing())[0] != self._listing_digest:
+        if digest_listing(self.source.listing())[0] != self._listing_digest:
             raise DataError(
                 "the source changed while it was read, or does not give the same records twice",
                 where=self._config.data.source,
@@ -327,21 +329,21 @@ class _Sharding:
 
 
 def strata_uri(storage_root: str, data: DataConfig) -> str:
-    """What holds the thresholds of a source's strata, keyed by what decides on which side a record is, alone."""
+    """Return the URI of the thresholds of a source's strata; it depends on nothing but what decides a record's side."""
     known = {"source": data.source, "validation_fraction": data.validation_fraction, **data.columns}
     content = {"text_field": data.text_field} if data.key == CONTENT_KEY else {}
     return storage.join(storage_root, "shards", "strata", f"{storage.digest_json({**known, **content})}.json")
 
 
-def known_strata(storage_root: str, data: DataConfig, latest_uri: str = "") -> dict[str, int]:
-    """Thresholds of a source's first sharding. Raises DataError where they cannot be read.
+def read_strata(storage_root: str, data: DataConfig, latest_uri: str = "") -> dict[str, int]:
+    """Read the thresholds of a source's first sharding. Raises DataError where they cannot be read.
 
     `latest_uri`: what leads to its last dataset; before thresholds had a file they stood there.
     """
     for uri in filter(None, (strata_uri(storage_root, data), latest_uri)) if data.stratify else ():
         try:
-            if (found := storage.read_json_if_exists(uri)) is not None:
-                strata = {name: index(limit) for name, limit in found["strata"].items()}
+            if (document := storage.read_json_if_exists(uri)) is not None:
+                strata = {name: index(limit) for name, limit in document["strata"].items()}
                 if strata:  # every sharding has learned some
                     return strata
                 raise ValueError("none")
@@ -351,14 +353,16 @@ def known_strata(storage_root: str, data: DataConfig, latest_uri: str = "") -> d
     return {}
 
 
-def training_records(config: Config, task: EncodingTask, source: Source, parts: list[SourcePart]) -> Iterator[Record]:
-    """The records of some parts that are in the training split, in order."""
+def iterate_training_records(
+    config: Config, task: EncodingTask, source: Source, parts: list[SourcePart]
+) -> Iterator[Record]:
+    """Yield the records of some parts that are in the training split, in order."""
     for record in (record for part in parts for record in source.read(part)):
-        if resolve_source.split_of(record, config.data.validation_fraction, cluster_of(task, record)) == "train":
+        if resolve_source.choose_split(record, config.data.validation_fraction, name_cluster(task, record)) == "train":
             yield record
 
 
-def _line(document: PartDocument, number: int, num_parts: int, reused: bool) -> str:
+def _describe_part(document: PartDocument, number: int, num_parts: int, reused: bool) -> str:
     shards: list[Shard] = [shard for split in SPLITS for shard in document.splits[split]]
     counts = f"{sum(s.num_samples for s in shards):,} samples, {sum(s.bytes for s in shards):,} bytes"
     return f"part {number} of {num_parts}: {counts}{' (was there)' if reused else ''}"

@@ -210,7 +210,7 @@ def _require_same_dataset(paths: RunPaths, shards: RunShards) -> None:
 def _summarize(paths: RunPaths, shards: RunShards, described: Manifest, reused: bool) -> dict[str, Any]:
     how = "already there" if reused else "adopted" if described.is_adopted else "written"
     return {
-        "result": f"shards {how}: {manifest.counted(described)}",
+        "result": f"shards {how}: {manifest.describe_counts(described)}",
         "run_uri": paths.uri,
         "run_id": paths.run_id,
         "manifest_uri": shards.manifest_uri,

@@ -8,7 +8,7 @@ from typing import Any
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import ConfigError
-from kftrain.sharding.shard_dataset import known_strata, training_records
+from kftrain.sharding.shard_dataset import read_strata, iterate_training_records
 from kftrain.sharding.sources import resolve_source
 from kftrain.sharding.sources.keyed import KeyedSource
 from kftrain.tasks import build_task, language_modeling
@@ -35,14 +35,14 @@ def train_tokenizer(config: Config, out: str, vocab_size: int | None = None) -> 
     kind = resolve_source.source_kind(config.data)
     data = resolve_source.with_content_keys(config.data, kind)  # another tokenizer makes a new dataset
     source = KeyedSource(resolve_source.open_kind(kind, data), data)
-    source.learn_strata(known_strata(config.run.storage_root, data))
+    source.learn_strata(read_strata(config.run.storage_root, data))
     parts = source.parts(config.data.part_size_bytes)
-    task.learn(training_records(config, task, source, parts))
+    task.learn(iterate_training_records(config, task, source, parts))
     uri, tokenizer = storage.absolute(out), task.tokenizer
     storage.publish(uri, tokenizer.content)
     texts = [
         language_modeling.get_text(record)
-        for record in islice(training_records(config, task, source, parts), NUM_SHOWN)
+        for record in islice(iterate_training_records(config, task, source, parts), NUM_SHOWN)
     ]
     num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
     return {

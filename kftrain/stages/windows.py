@@ -156,7 +156,7 @@ def with_replay(config: Config, paths: RunPaths, progress: Progress) -> Config:
     is_empty = kept == without
     if kept is None or not is_empty:
         try:
-            is_empty = mixing.holds_nothing(data.of_component(data.components[-1]), config.run.storage_root)
+            is_empty = mixing.is_window_empty(data.of_component(data.components[-1]), config.run.storage_root)
         except DataError:  # sharding says it, in the run's folder
             return config
         if is_empty:

@@ -18,7 +18,7 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import SPLITS, Arrays
 from kftrain.data.shards.manifest import Manifest, shard_uri
 from kftrain.data.shards.reader import read_index
-from kftrain.data.shards.verify import block_keys
+from kftrain.data.shards.verify import read_block_keys
 from kftrain.errors import UserCodeError
 from kftrain.tasks.base import Task
 from kftrain.tasks.shown import format_example
@@ -62,7 +62,7 @@ def _show_split(task: Task, manifest_uri: str, manifest: Manifest, split: str) -
         rows = read_index(manifest_uri, shard, manifest.schema_of(split))[:, 0]
         start = int(sample_starts[place] + rows[:block].sum())
         arrays = dataset.read(np.arange(start, start + min(MAX_ROWS, int(rows[block]))))
-        keys = block_keys(shard_uri(manifest_uri, shard), manifest.schema_of(split))
+        keys = read_block_keys(shard_uri(manifest_uri, shard), manifest.schema_of(split))
         key = next(itertools.islice(keys, block, None), "")
         examples.append({"key": key, "split": split, **format_example(_show_block(task, arrays), "task.show")})
     return examples

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from kftrain.core.plugins import is_plugin, user_code
-from kftrain.data.assets import read_assets, root_of
+from kftrain.data.assets import read_assets, find_storage_root
 from kftrain.errors import ConfigError, DataError
 from kftrain.models import options
 from kftrain.tasks.base import Task
@@ -32,7 +32,7 @@ def build_task_of(config: TaskConfig, manifest_uri: str, settings: Mapping[str, 
     """
     task = build_task(config)
     if task.asset_names:
-        assets = read_assets(root_of(manifest_uri), settings)
+        assets = read_assets(find_storage_root(manifest_uri), settings)
         if missing := [name for name in task.asset_names if name not in assets]:
             what = f"the shards were written without {missing[0]}, which the task needs"
             raise DataError(what, where=manifest_uri, fix="run the shard step again")

@@ -7,7 +7,7 @@ import contextlib
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.plugins import is_plugin, user_code
-from kftrain.data.conversion import conversion_of
+from kftrain.data.conversion import find_conversion
 from kftrain.data.schema import SPLITS, SampleSchema
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kftrain.data.shards.verify import check_listing
@@ -43,7 +43,7 @@ def require_usable(shards: RunShards, manifest: Manifest, config: Config) -> Non
     task = build_task_of(config.task, shards.manifest_uri, manifest.task_settings)
     with user_code("task.schema") if is_plugin(config.task.kind) else contextlib.nullcontext():
         wanted, grouped = ({split: task.sample_schema(split, has) for split in SPLITS} for has in (False, True))
-        conversion = conversion_of(manifest, task)
+        conversion = find_conversion(manifest, task)
     schemas = {split: manifest.schema_of(split) for split in SPLITS}
     if conversion is None and schemas not in (wanted, grouped):
         raise DataError(

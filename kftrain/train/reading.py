@@ -11,9 +11,9 @@ from typing import Any
 
 from kftrain.config import Config
 from kftrain.core import storage
-from kftrain.data.conversion import conversion_of
-from kftrain.data.decoding import Decoding, Samples, decode_row
-from kftrain.data.expanded import Gather, ValidationRows, expanded
+from kftrain.data.conversion import find_conversion
+from kftrain.data.decoding import Decoding, Samples, wrap_decode
+from kftrain.data.expanded import Gather, ValidationRows, expand_rows
 from kftrain.data.loader import CountTerms, Send, TrainLoader, Workers
 from kftrain.data.order import BatchPlan, Order
 from kftrain.data.shards.cache import opened_of
@@ -71,7 +71,7 @@ def read_training(paths: RunPaths, config: Config) -> Training:
 
 def open_training_samples(training: Training) -> tuple[Samples, Order]:
     """Open the training split; return all of its samples, and the order in which they are read."""
-    conversion = conversion_of(training.manifest, training.task)
+    conversion = find_conversion(training.manifest, training.task)
     window, uses = training.task.window, training.uses
     return open_training_split(training.manifest_uri, training.manifest, training.config, window, uses, conversion)
 
@@ -79,13 +79,13 @@ def open_training_samples(training: Training) -> tuple[Samples, Order]:
 def open_validation_rows(training: Training, gather: Gather, share: tuple[int, int]) -> ValidationRows:
     """Open the rows that periodic evaluations read; where there are none, nothing is expanded. Collective.
 
-    `gather`, `share`: see `expanded`.
+    `gather`, `share`: see `expand_rows`.
     """
-    evaluate, conversion = training.config.evaluate, conversion_of(training.manifest, training.task)
+    evaluate, conversion = training.config.evaluate, find_conversion(training.manifest, training.task)
     dataset = open_validation(training.manifest_uri, training.manifest, training.config, training.uses, conversion)
     if not evaluate.interval_steps:
         return dataset
-    return expanded(dataset, training.task, gather, share, evaluate.max_interval_samples)
+    return expand_rows(dataset, training.task, gather, share, evaluate.max_interval_samples)
 
 
 def choose_decoding(training: Training) -> Decoding | None:
@@ -93,7 +93,7 @@ def choose_decoding(training: Training) -> Decoding | None:
     task, config = training.task, training.config
     if not task.decodes:
         return None
-    return Decoding(decode_row(task), config.run.seed, config.data.max_bad_samples)
+    return Decoding(wrap_decode(task), config.run.seed, config.data.max_bad_samples)
 
 
 def open_loader(
@@ -140,4 +140,4 @@ def open_for_worker(paths: RunPaths, config: Config) -> tuple[Samples, Decoding,
     training = replace(training, uses=opened)
     decoding = choose_decoding(training)
     assert decoding is not None, "a task that decodes nothing has no workers"
-    return open_training_samples(training)[0], decoding, opened.take
+    return open_training_samples(training)[0], decoding, opened.take_new

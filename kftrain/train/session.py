@@ -22,7 +22,7 @@ from kftrain.core import storage
 from kftrain.core.progress import to_log
 from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import TrainLoader
-from kftrain.data.shards.cache import first_use_of
+from kftrain.data.shards.cache import make_first_use
 from kftrain.data.shards.verified import FirstUse
 from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError
@@ -126,7 +126,7 @@ def _set_up(training: Training, world: World, loaded: load.Loaded | None) -> Set
     """Open the data and build the engine, which `loaded` will be read into. Collective."""
     config = training.config
     mesh = Mesh(config.parallel.shape(world.size), world)
-    first_use = first_use_of(config.data, training.manifest.dataset_digest)
+    first_use = make_first_use(config.data, training.manifest.dataset_digest)
     training = dataclasses.replace(training, uses=first_use)
     count, carrier = functools.partial(count_loss_terms, training.task), Carrier.to(world.device, training.task)
     loader = open_loader(training, mesh.num_data_ranks, mesh.data_rank, count, carrier.send)
@@ -160,7 +160,7 @@ def _take_steps(
     )
     saving, first_step = config.checkpoint, loaded.manifest.step if loaded else 0
     writer = CheckpointWriter(
-        training.paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds, setup.first_use.so_far
+        training.paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds, setup.first_use.make_barrier
     )
     tracker = _open_tracker(training.paths, config, scratch) if world.is_main else None
     num_quick = config.evaluate.max_interval_samples

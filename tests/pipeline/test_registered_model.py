@@ -74,7 +74,7 @@ def test_the_language_model_answers_with_evaluations_own_number_through_a_server
         records = [
             record
             for record in resolve_source.resolve(DataConfig(source=str(source))).records()
-            if resolve_source.split_of(record, 0.2) == "validation"
+            if resolve_source.choose_split(record, 0.2) == "validation"
         ]
         inputs = {"text": [record.fields["text"].decode() for record in records]}
         answer = predict(server.uri, "tiny", inputs, tmp_path / "elsewhere")
@@ -89,7 +89,7 @@ def test_the_language_model_answers_with_evaluations_own_number_through_a_server
 def test_the_image_classifier_answers_with_class_probabilities_on_sqlite(tmp_path):
     paths = run_pipeline(tmp_path, DIGITS, "train.steps=40", "registry.promotion=auto")
     data = DataConfig(source="digits", validation_fraction=0.1)
-    records = [r for r in resolve_source.resolve(data).records() if resolve_source.split_of(r, 0.1) == "validation"]
+    records = [r for r in resolve_source.resolve(data).records() if resolve_source.choose_split(r, 0.1) == "validation"]
     inputs = {"image": [record.fields["image"].tolist() for record in records]}
     answer = predict(f"sqlite:///{tmp_path}/mlflow.db", "tiny", inputs, tmp_path / "elsewhere")
     rows = list(zip(*answer.values(), strict=True))

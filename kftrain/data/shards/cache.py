@@ -21,14 +21,14 @@ from kftrain.core.outages import one_line
 from kftrain.core.progress import to_log
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards.manifest import reading
-from kftrain.data.shards.verified import File, FirstUse, Memory, Opened, node_folder, require_content
+from kftrain.data.shards.verified import File, FirstUse, Memory, Opened, make_node_folder, require_content
 
 CHUNK_BYTES = 1 << 20
 
 _PART = ".part"
 """Suffix of what is being fetched."""
 _LOCK = ".lock"
-"""Of who counts what there is."""
+"""Name of the lock of whoever counts what there is."""
 
 
 class NodeCache:
@@ -43,18 +43,21 @@ class NodeCache:
 
     @classmethod
     def of_node(cls, cache_dir: str, max_bytes: int, memory: Memory) -> NodeCache | None:
-        """That of this user; None where nothing may be kept."""
-        folder = node_folder(cache_dir, "shards") if max_bytes else None
+        """Open the cache of this user on this node; None where nothing may be kept."""
+        folder = make_node_folder(cache_dir, "shards") if max_bytes else None
         return None if folder is None else cls(folder, max_bytes, memory)
 
-    def copy_of(self, file: File) -> BinaryIO | None:
-        """The whole copy of a file, opened; it stays until that is closed. None where there is none."""
+    def open_copy(self, file: File) -> BinaryIO | None:
+        """Open the whole copy of a file; it stays until that is closed.
+
+        None where there is none.
+        """
         try:
             stream = (self._folder / file.sha256).open("rb")
         except OSError:
             return None
         status = os.fstat(stream.fileno())
-        if not _locked(stream, fcntl.LOCK_SH) or not self._memory.knows(_copy(stream, file)):
+        if not _try_lock(stream, fcntl.LOCK_SH) or not self._memory.knows(_describe_copy(stream, file)):
             stream.close()
             return None
         with contextlib.suppress(OSError):
@@ -62,13 +65,13 @@ class NodeCache:
         return stream
 
     def fetch(self, file: File) -> bool | None:
-        """Makes a copy; False: there is no room for it, None: another process is making it now.
+        """Make a copy; False: there is no room for it, None: another process is making it now.
 
         A folder that is full, damaged or gone is no room: what it is for is read from the store. Raises DataError where
         the object has another content, also when it is fetched once more.
         """
         try:
-            with self._part(file) as part:
+            with self._open_part(file) as part:
                 if part is None:
                     return None
                 return self._is_whole(file) or self._fetch_into(part, file)
@@ -85,17 +88,17 @@ class NodeCache:
             require_content(file.uri, file.sha256)
             return False
         os.fsync(part.fileno())
-        self._memory.note(_copy(part, file))
+        self._memory.note(_describe_copy(part, file))
         os.rename(self._path_of_part(file), self._folder / file.sha256)
         return True
 
     def _is_whole(self, file: File) -> bool:
-        """Whether there is a copy; one that nobody remembers is hashed, and goes where it is damaged."""
+        """Tell whether there is a copy; one that nobody remembers is hashed, and goes where it is damaged."""
         path = self._folder / file.sha256
         if not path.exists():
             return False
         with path.open("rb") as stream:
-            copy = _copy(stream, file)
+            copy = _describe_copy(stream, file)
             if self._memory.knows(copy):
                 return True
             if storage.sha256_file(str(path)) == file.sha256:
@@ -108,11 +111,14 @@ class NodeCache:
         return self._folder / (file.sha256 + _PART)
 
     @contextlib.contextmanager
-    def _part(self, file: File) -> Iterator[BinaryIO | None]:
-        """What is fetched goes there, and is gone in the end unless it was renamed; None where another process is."""
+    def _open_part(self, file: File) -> Iterator[BinaryIO | None]:
+        """Open the file that is fetched into; it is gone in the end unless it was renamed.
+
+        None where another process has it.
+        """
         path = self._path_of_part(file)
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0) as part:
-            if not _locked(part, fcntl.LOCK_EX) or not _is_at(part, path):
+            if not _try_lock(part, fcntl.LOCK_EX) or not _is_at(part, path):
                 yield None
                 return
             try:
@@ -122,7 +128,7 @@ class NodeCache:
                     path.unlink()
 
     def _reserve(self, part: BinaryIO, num_bytes: int) -> bool:
-        """Makes room for a file, which has that size from now on; False where what is in use leaves none.
+        """Make room for a file, which has that size from now on; False where what is in use leaves none.
 
         Then nothing goes: copies that are there are worth more than an attempt.
         """
@@ -147,13 +153,13 @@ class NodeCache:
             return True
 
 
-def _copy(stream: BinaryIO, file: File) -> File:
-    """A copy as it is opened."""
+def _describe_copy(stream: BinaryIO, file: File) -> File:
+    """Describe a copy as it is opened."""
     return File(f"copy of {file.sha256}", *storage.describe(os.fstat(stream.fileno())), file.sha256)
 
 
 def _download(file: File, part: BinaryIO) -> str:
-    """Writes the object over what is there, no more of it than its size; the sha256 of what came."""
+    """Write the object over what is there, no more of it than its size; return the sha256 of what came."""
     digest, position = hashlib.sha256(), 0
     with reading(file.uri):
         opened = storage.open_read(file.uri)
@@ -170,7 +176,7 @@ def _download(file: File, part: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def _locked(stream: BinaryIO, kind: int) -> bool:
+def _try_lock(stream: BinaryIO, kind: int) -> bool:
     try:
         fcntl.flock(stream, kind | fcntl.LOCK_NB)
     except OSError:
@@ -179,25 +185,25 @@ def _locked(stream: BinaryIO, kind: int) -> bool:
 
 
 def _is_at(stream: BinaryIO, path: Path) -> bool:
-    """Whether an open file still is the one at a path."""
+    """Tell whether an open file still is the one at a path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     return False
 
 
 def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
-    """Whether no process uses a file; none does until `locks` are closed."""
+    """Tell whether no process uses a file; none does until `locks` are closed."""
     with contextlib.suppress(FileNotFoundError):
         stream = path.open("rb")
-        if _locked(stream, fcntl.LOCK_EX):
+        if _try_lock(stream, fcntl.LOCK_EX):
             locks.enter_context(stream)
             return True
         stream.close()
     return False
 
 
-def first_use_of(data: DataConfig, dataset_digest: str) -> FirstUse:
-    """As `data.verify` and `data.cache_bytes` say."""
+def make_first_use(data: DataConfig, dataset_digest: str) -> FirstUse:
+    """Choose how files are verified on their first use, as `data.verify` and `data.cache_bytes` say."""
     memory = Memory.of_node(data.cache_dir, dataset_digest)
     return FirstUse(memory, data.verify == "first_use", NodeCache.of_node(data.cache_dir, data.cache_bytes, memory))
 

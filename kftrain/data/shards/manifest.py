@@ -38,56 +38,57 @@ DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64"),
 )
-"""What a field may consist of: plain numbers, so that reading a shard can never run code."""
+"""Types that a field may consist of: plain numbers, so that reading a shard can never run code."""
 
 MAX_ROW_BYTES = (1 << 31) - 1
 """Largest row of a field: what numpy can hold as one item."""
 
 MAX_COUNT = (1 << 53) - 1
-"""Of bytes and samples of a shard: what every reader of JSON holds exactly."""
+"""Most bytes and samples of a shard: what every reader of JSON holds exactly."""
 
 _FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _EXTENSION = re.compile(r"[a-z0-9_]{1,20}(\.[a-z0-9_]{1,20})*")
 SHARD_AGAIN = "shard the data again: kftrain shard"
-"""What to do about damaged shards."""
+"""Fix for damaged shards."""
 
 _DIGEST = r"^[0-9a-f]{64}$"
 
 _NO_TEXT = re.compile(r"[\ud800-\udfff]")
-"""What Python makes of names that are not UTF-8."""
+"""Characters that Python makes of names that are not UTF-8."""
 _UNPRINTABLE = re.compile(rf"[\x00-\x1f\x7f]|{_NO_TEXT.pattern}")
 _OWN_NAME = re.compile(r"(train|validation)-\d{6,}\.tar")
 _OWN_FOLDER = re.compile(r"(\.\./(parts/)?[0-9a-f]{64})?")
 _ABSOLUTE = re.compile(r"/|[a-z0-9+.-]+://")
 ADOPT_AGAIN = "adopt the shards again: kftrain shards adopt"
-"""What to do where somebody has changed shards that are not ours."""
+"""Fix where somebody has changed shards that are not ours."""
 
 
 class Shard(BaseModel):
-    """One tar with its index."""
+    """Tar of samples with its index."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[^\x00-\x1f\x7f]+\.[tT][aA][rR]$")
-    """Of an adopted one its path in `folder`."""
+    """File name; of an adopted shard its path in `folder`."""
     bytes: int = Field(ge=0, le=MAX_COUNT)
     sha256: str = Field(pattern=_DIGEST)
     num_blocks: int = Field(ge=1, le=MAX_COUNT)
     num_samples: int = Field(ge=1, le=MAX_COUNT)
     index_sha256: str = Field(pattern=_DIGEST)
     folder: str = ""
-    """Where it lies, from the manifest's own folder; empty: there. Of an adopted one an absolute path or URI."""
+    """Folder from the manifest's own one; empty: there. Of an adopted shard an absolute path or URI. Of an adopted one
+    an absolute path or URI."""
     index: str = Field("", pattern=r"^((train|validation)-\d{6,}\.index\.npy)?$")
-    """Of an adopted one the name of its index, which lies beside the manifest."""
+    """Name of an adopted shard's index, which lies beside the manifest; else empty."""
 
     @property
     def is_adopted(self) -> bool:
-        """Whether somebody else has written it, and it is read where it is."""
+        """True if somebody else has written it, and it is read where it is."""
         return bool(self.index)
 
     @model_validator(mode="after")
     def _check_place(self) -> Shard:
-        """Whoever can write a manifest names no file that it may not."""
+        """Refuse names of files that whoever can write a manifest may not name."""
         if self.is_adopted:
             if not _ABSOLUTE.match(self.folder) or "::" in self.folder or _climbs(self.folder.split("://", 1)[-1]):
                 raise ValueError(f"no absolute folder: {self.folder}")
@@ -107,22 +108,22 @@ class Split(BaseModel):
 
     @property
     def num_samples(self) -> int:
-        """Rows of all shards."""
+        """Number of rows of all shards."""
         return sum(shard.num_samples for shard in self.shards)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all shards; in the validation split each is an independent unit."""
+        """Number of blocks of all shards; in the validation split each is an independent unit."""
         return sum(shard.num_blocks for shard in self.shards)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tars."""
+        """Size of all tars in bytes."""
         return sum(shard.bytes for shard in self.shards)
 
 
 class Component(BaseModel):
-    """One dataset of a mixture."""
+    """Dataset of a mixture, by its place among the shards."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -130,11 +131,11 @@ class Component(BaseModel):
     source: str
     dataset_digest: str = Field(pattern=_DIGEST)
     num_shards: dict[str, int]
-    """Of each split; they follow those of the component before."""
+    """Number of shards of each split; they follow those of the component before."""
 
 
 class Manifest(documents.Document):
-    """What the shards of a dataset are."""
+    """Description of a dataset: its shards, its schema and their digest."""
 
     format_version: int = FORMAT_VERSION
     dataset_digest: str = Field(pattern=_DIGEST)
@@ -143,55 +144,55 @@ class Manifest(documents.Document):
     task_settings: dict[str, Any]
     splits: dict[str, Split]
     source: str
-    """`data.source` of the sharding that wrote this."""
+    """`data.source` of the sharding that wrote this manifest."""
     source_listing_digest: str
     """Digest of the source's listing at that time."""
     baselines: dict[str, dict[str, float]]
-    """On the validation records: metric name -> baseline name -> value."""
+    """Baselines on the validation records: metric name -> baseline name -> value."""
     parent: str = ""
     """Digest of the dataset whose shards this one holds, too, because input was added to its source; else empty."""
     findings: dict[str, Any] = Field(default_factory=dict)
-    """What was noticed while writing: how many samples of a kind there are, and the names of the first ones."""
+    """Findings while writing: how many samples of a kind there are, and the names of the first ones."""
     statistics: dict[str, Any] = Field(default_factory=dict)
-    """Of the records of each split, for reports; empty where nobody has counted them."""
+    """Counts over the records of each split, for reports; empty where nobody has counted them."""
     components: list[Component] = Field(default_factory=list)
-    """Of a mixture; empty for a dataset of one source."""
+    """Datasets of a mixture; empty for a dataset of one source."""
     validation_schema: SampleSchema | None = None
-    """Of the validation split, where its samples have other fields than those of `sample_schema`."""
+    """Schema of the validation split, where its samples have other fields than those of `sample_schema`."""
 
     @model_validator(mode="after")
     def _check_components(self) -> Manifest:
-        """The shards of each split are shared out among the components, each with some."""
+        """Refuse components that do not share out the shards of each split, each with some."""
         for split in self.splits if self.components else ():
             counts = [component.num_shards.get(split, 0) for component in self.components]
             if min(counts) < 1 or sum(counts) != len(self.splits[split].shards):
                 raise ValueError(f"the components have {counts} shards of {split}")
         return self
 
-    def of_components(self) -> list[Manifest]:
-        """What it says of each dataset of a mixture, from where it lies itself; of one source it is the whole."""
+    def split_by_component(self) -> list[Manifest]:
+        """Return the manifest of each dataset of a mixture, seen from where this one lies; else the whole."""
         if not self.components:
             return [self]
-        found, starts = [], dict.fromkeys(SPLITS, 0)
+        manifests, starts = [], dict.fromkeys(SPLITS, 0)
         for component in self.components:
             stops = {split: starts[split] + component.num_shards[split] for split in SPLITS}
             splits = {split: Split(shards=self.splits[split].shards[starts[split] : stops[split]]) for split in SPLITS}
-            found.append(self.model_copy(update={"splits": splits, "components": []}))
+            manifests.append(self.model_copy(update={"splits": splits, "components": []}))
             starts = stops
-        return found
+        return manifests
 
     def schema_of(self, split: str) -> SampleSchema:
-        """The fields of a split's samples."""
+        """Return the fields of a split's samples."""
         return self.validation_schema if self.validation_schema and split == "validation" else self.sample_schema
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the shards are those of others, read where they are."""
+        """True if the shards are those of others, read where they are."""
         return any(shard.is_adopted for split in self.splits.values() for shard in split.shards)
 
 
-def counted(manifest: Manifest) -> str:
-    """How much there is in the splits, for people."""
+def describe_counts(manifest: Manifest) -> str:
+    """Tell people how much there is in the splits."""
     train, validation = (manifest.splits[split].num_samples for split in ("train", "validation"))
     is_stream = [(field.name, field.shape) for field in manifest.sample_schema.fields] == [("tokens", ())]
     units = ("tokens", "documents") if is_stream else ("samples", "")
@@ -199,12 +200,12 @@ def counted(manifest: Manifest) -> str:
 
 
 def shard_name(split: str, number: int) -> str:
-    """File name of a shard."""
+    """Return the file name of a shard."""
     return f"{split}-{number:06d}.tar"
 
 
 def index_name(shard: str) -> str:
-    """File name of a shard's index."""
+    """Return the file name of a shard's index."""
     return shard.removesuffix(".tar") + ".index.npy"
 
 
@@ -215,7 +216,7 @@ def content_digest(
     components: Sequence[Component] = (),
     validation_schema: SampleSchema | None = None,
 ) -> str:
-    """The dataset digest."""
+    """Compute the dataset digest."""
     parts = [[component.name, component.num_shards] for component in components]
     own = {"validation_schema": validation_schema.to_dict()} if validation_schema else {}
     return storage.digest_json(
@@ -233,7 +234,7 @@ def content_digest(
 
 
 def read_manifest(uri: str) -> Manifest:
-    """The manifest at `uri`. Raises DataError where it is missing, damaged, edited or of another format."""
+    """Read the manifest at `uri`. Raises DataError where it is missing, damaged, edited or of another format."""
     manifest = documents.read(Manifest, uri)
     if manifest.format_version != FORMAT_VERSION or set(manifest.splits) != set(SPLITS):
         raise DataError("the shards have another format", where=uri, value=manifest.format_version, fix=SHARD_AGAIN)
@@ -251,24 +252,24 @@ def read_manifest(uri: str) -> Manifest:
 
 
 def shard_uri(manifest_uri: str, shard: Shard) -> str:
-    """URI of a shard's tar."""
-    return _beside(manifest_uri, shard, shard.name)
+    """Return the URI of a shard's tar."""
+    return _build_uri(manifest_uri, shard, shard.name)
 
 
 def index_uri(manifest_uri: str, shard: Shard) -> str:
-    """URI of a shard's index."""
+    """Return the URI of a shard's index."""
     if shard.is_adopted:
         return storage.join(manifest_uri.rsplit("/", 1)[0], shard.index)
-    return _beside(manifest_uri, shard, index_name(shard.name))
+    return _build_uri(manifest_uri, shard, index_name(shard.name))
 
 
-def again(shard: Shard) -> str:
-    """What to do where a shard is missing or damaged."""
+def choose_fix(shard: Shard) -> str:
+    """Return what to do where a shard is missing or damaged."""
     return ADOPT_AGAIN if shard.is_adopted else SHARD_AGAIN
 
 
 def is_adoptable(folder: str, name: str) -> bool:
-    """Whether a manifest can name a shard of others."""
+    """Tell whether a manifest can name a shard of others."""
     return not _UNPRINTABLE.search(name) and not _NO_TEXT.search(folder) and not _climbs(name)
 
 
@@ -276,8 +277,8 @@ def _climbs(path: str) -> bool:
     return any(part in ("", ".", "..") for part in path.strip("/").split("/"))
 
 
-def _beside(manifest_uri: str, shard: Shard, name: str) -> str:
-    """Parts are two folders away; stores know no `..`."""
+def _build_uri(manifest_uri: str, shard: Shard, name: str) -> str:
+    """Return the URI of a file of a shard: parts are two folders away, and stores know no `..`."""
     if shard.is_adopted:
         return storage.join(shard.folder, name)
     folder = manifest_uri.rsplit("/", 1)[0]
@@ -287,7 +288,7 @@ def _beside(manifest_uri: str, shard: Shard, name: str) -> str:
 
 
 def check_schema(schema: SampleSchema, where: str) -> None:
-    """Refuses with a DataError what shards cannot hold: fields of strange names, of objects, of empty rows."""
+    """Refuse with a DataError what shards cannot hold: fields of strange names, of objects, of empty rows."""
     names = [field.name for field in schema.fields]
     suffixes = [suffix for field in schema.fields for suffix in field.suffixes]
     if not names or len(set(names)) < len(names):
@@ -325,12 +326,12 @@ def _check_encoded(field: schemas.Field, where: str) -> None:
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """What `kftrain shards show` prints: plain data."""
+    """Return what `kftrain shards show` prints: plain data."""
     return {
         "dataset_digest": manifest.dataset_digest,
         "source": manifest.source,
         "task": manifest.task_kind,
-        "fields": {f.name: _shown(f) for name in SPLITS for f in manifest.schema_of(name).fields},
+        "fields": {f.name: _describe_field(f) for name in SPLITS for f in manifest.schema_of(name).fields},
         "splits": {
             name: {
                 "shards": len(split.shards),
@@ -345,7 +346,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _shown(field: schemas.Field) -> str:
+def _describe_field(field: schemas.Field) -> str:
     return f"files ({', '.join(field.extensions)})" if field.is_encoded else f"{field.dtype} {list(field.shape)}"
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT_BYTES = 64
-"""What a header is padded to, so that the data of a member is aligned in a mapped tar."""
+"""Multiple of bytes to which a header is padded, so that a member's data is aligned in a mapped tar."""
 
 NOT_ARRAY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, MemoryError, tokenize.TokenError)
-"""What numpy raises for a damaged `.npy`; its header may ask for any size."""
+"""Exceptions that numpy raises for a damaged `.npy`; its header may ask for any size."""
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 
@@ -32,7 +32,7 @@ def stored_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def npy_bytes(array: np.ndarray) -> bytes:
-    """A whole `.npy` file."""
+def encode_npy(array: np.ndarray) -> bytes:
+    """Return an array as a whole `.npy` file."""
     little = np.asarray(array, stored_dtype(array.dtype.name), order="C")
     return npy_header(little.dtype.str, little.shape) + little.tobytes()

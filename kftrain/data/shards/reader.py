@@ -20,20 +20,20 @@ from kftrain.data.schema import Arrays, SampleSchema
 from kftrain.data.shards.manifest import Shard, index_uri, reading, row_bytes, shard_uri
 from kftrain.data.shards.npy_header import NOT_ARRAY, npy_header
 from kftrain.data.shards.tar_writer import BLOCK_BYTES
-from kftrain.data.shards.verified import File, Uses, require_content, require_shard_size, truncated
+from kftrain.data.shards.verified import File, Uses, describe_truncation, require_content, require_shard_size
 from kftrain.errors import DataError
 
 MAX_GAP_BYTES = 1 << 16
 """Remote rows that lie closer than this are fetched with one request."""
 
 NAME_BYTES = 100
-"""Of a member's base name in the header of a tar."""
+"""Bytes of a member's base name in the header of a tar."""
 
 _FIX = "verify the shards, or shard the data again"
 
 
 class ShardReader:
-    """An open shard."""
+    """Open shard that reads rows by their number."""
 
     def __init__(self, manifest_uri: str, shard: Shard, schema: SampleSchema, uses: Uses | None = None) -> None:
         """Checks the size of the tar and all of the index. Raises DataError that names what is missing or damaged.
@@ -45,14 +45,14 @@ class ShardReader:
         self._index = read_index(manifest_uri, shard, schema)
         self._row_starts = np.cumsum(self._index[:, 0]) - self._index[:, 0]
         with reading(uri):
-            self.file, self._bytes = _open(uri, shard, uses)
+            self.file, self._bytes = _open_bytes(uri, shard, uses)
 
     def gather(self, rows: np.ndarray, length: int = 1) -> Arrays:
-        """Field name -> of each row that and those after it, `length` within one block, as byte strings.
+        """Read these rows and those after them, `length` each within one block: field name -> byte strings.
 
         `[rows]` of `V<bytes of these rows>`, or of `object`.
         """
-        blocks = self._blocks(rows)
+        blocks = self._find_blocks(rows)
         within = rows - self._row_starts[blocks]
         gathered = {}
         for number, field in enumerate(self._schema.fields):
@@ -65,42 +65,44 @@ class ShardReader:
         return gathered
 
     def rows_left(self, rows: np.ndarray) -> np.ndarray:
-        """Rows from each of these to the end of its block, itself among them, int64 `[rows]`."""
-        blocks = self._blocks(rows)
+        """Count the rows from each of these to the end of its block, itself among them, int64 `[rows]`."""
+        blocks = self._find_blocks(rows)
         left: np.ndarray = self._row_starts[blocks] + self._index[blocks, 0] - rows
         return left
 
     def member_names(self, rows: np.ndarray, field: str) -> list[str]:
-        """What the tar calls the files of an encoded field: a member's header stands right before its content."""
-        number = [each.name for each in self._schema.fields].index(field)
-        offsets = self._index[self._blocks(rows), 1 + 2 * number] - BLOCK_BYTES
+        """Read the names that the tar has for the files of an encoded field: a member's header precedes its content."""
+        number = [field_of_shard.name for field_of_shard in self._schema.fields].index(field)
+        offsets = self._index[self._find_blocks(rows), 1 + 2 * number] - BLOCK_BYTES
         headers = self._bytes.files(offsets, np.full(len(offsets), BLOCK_BYTES))
         return [bytes(header[:NAME_BYTES]).partition(b"\0")[0].decode("utf-8", "replace") for header in headers]
 
     def sample_bytes(self, rows: np.ndarray) -> np.ndarray:
-        """Bytes of each of these rows over all fields, int64 `[rows]`: what the index says, nothing is read."""
-        blocks = self._blocks(rows)
+        """Return bytes of each of these rows over all fields, int64 `[rows]`: what the index says, nothing is read."""
+        blocks = self._find_blocks(rows)
         sizes: np.ndarray = self._index[blocks, 2::2].sum(axis=1) // self._index[blocks, 0]
         return sizes
 
-    def _blocks(self, rows: np.ndarray) -> np.ndarray:
+    def _find_blocks(self, rows: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._row_starts, rows, side="right") - 1
 
 
-def _open(uri: str, shard: Shard, uses: Uses | None) -> tuple[File, _Bytes]:
-    """What was opened. Raises DataError where it has another size."""
+def _open_bytes(uri: str, shard: Shard, uses: Uses | None) -> tuple[File, _Bytes]:
+    """Open a shard's tar. Raises DataError where it has another size."""
     if not storage.is_local(uri):
         file = File(uri, *require_shard_size(uri, shard.bytes, _FIX), shard.sha256)
         return file, _RemoteBytes(uri) if uses is None else _CopiedBytes(file, uses)
     with storage.open_read(uri) as stream:
         file = File(uri, *storage.describe(os.fstat(stream.fileno())), shard.sha256)
         if file.size_bytes != shard.bytes:
-            raise DataError(truncated(file.size_bytes, shard.bytes), where=uri, fix=_FIX)
+            raise DataError(describe_truncation(file.size_bytes, shard.bytes), where=uri, fix=_FIX)
         return file, _MappedBytes(stream)
 
 
 def read_index(manifest_uri: str, shard: Shard, schema: SampleSchema) -> np.ndarray:
-    """The index of a shard, int64 `[blocks, 1 + 2 * fields]`. Raises DataError where it is not what the manifest says.
+    """Read the index of a shard, int64 `[blocks, 1 + 2 * fields]`.
+
+    Raises DataError where it is not what the manifest says.
 
     All rows it speaks of lie within the shard: reading by a checked index never leaves the file.
     """
@@ -111,7 +113,7 @@ def read_index(manifest_uri: str, shard: Shard, schema: SampleSchema) -> np.ndar
         require_content(uri, shard.index_sha256, _FIX)
         return read_index(manifest_uri, shard, schema)
     try:
-        index = _array(content, (shard.num_blocks, 1 + 2 * len(schema.fields)))
+        index = _parse_array(content, (shard.num_blocks, 1 + 2 * len(schema.fields)))
     except NOT_ARRAY as error:
         raise DataError(f"not an array: {error}", where=uri, fix=_FIX) from error
     if not _is_sound(index, shard, schema):
@@ -119,13 +121,13 @@ def read_index(manifest_uri: str, shard: Shard, schema: SampleSchema) -> np.ndar
     return index
 
 
-def _array(content: bytes, usual_shape: tuple[int, int]) -> np.ndarray:
-    """A `.npy` file; one of the usual shape without parsing its header, which takes longer than all the rest."""
+def _parse_array(content: bytes, usual_shape: tuple[int, int]) -> np.ndarray:
+    """Parse a `.npy` file; one of the usual shape without parsing its header, which takes longer than all the rest."""
     header = npy_header("<i8", usual_shape)
     if content.startswith(header) and len(content) == len(header) + 8 * math.prod(usual_shape):
         return np.frombuffer(content, "<i8", offset=len(header)).reshape(usual_shape)
-    found: np.ndarray = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    return found
+    array: np.ndarray = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    return array
 
 
 def _is_sound(index: np.ndarray, shard: Shard, schema: SampleSchema) -> bool:
@@ -143,11 +145,11 @@ def _is_sound(index: np.ndarray, shard: Shard, schema: SampleSchema) -> bool:
 
 class _Bytes(Protocol):
     def gather(self, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
-        """The byte strings of one length at these offsets, dtype `V<num_bytes>`."""
+        """Return the byte strings of one length at these offsets, dtype `V<num_bytes>`."""
         ...
 
     def files(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Those of any length, `[k]` of `object`: bytes, or views of them."""
+        """Return those of any length, `[k]` of `object`: bytes, or views of them."""
         ...
 
 
@@ -158,13 +160,13 @@ class _MappedBytes:
         self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
     def gather(self, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
-        return _strings_at(self._map, len(self._map), offsets, num_bytes)
+        return _gather_strings(self._map, len(self._map), offsets, num_bytes)
 
     def files(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        view, found = memoryview(self._map), np.empty(len(offsets), object)
+        view, contents = memoryview(self._map), np.empty(len(offsets), object)
         for number, (start, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
-            found[number] = view[start : start + length]
-        return found
+            contents[number] = view[start : start + length]
+        return contents
 
 
 class _RemoteBytes:
@@ -176,18 +178,18 @@ class _RemoteBytes:
     def gather(self, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
         ordered, places = np.unique(offsets, return_inverse=True)
         content, local = self._fetch(ordered, ordered + num_bytes)
-        return _strings_at(content, len(content), local[places], num_bytes)
+        return _gather_strings(content, len(content), local[places], num_bytes)
 
     def files(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         ordered, first, places = np.unique(offsets, return_index=True, return_inverse=True)
         content, local = self._fetch(ordered, ordered + lengths[first])
-        found = np.empty(len(offsets), object)
+        contents = np.empty(len(offsets), object)
         for number, (start, length) in enumerate(zip(local[places].tolist(), lengths.tolist(), strict=True)):
-            found[number] = content[start : start + length]
-        return found
+            contents[number] = content[start : start + length]
+        return contents
 
     def _fetch(self, starts: np.ndarray, stops: np.ndarray) -> tuple[bytes, np.ndarray]:
-        """The content of ascending ranges, and where each of them begins in it."""
+        """Fetch the content of ascending ranges; return it, and where each of them begins in it."""
         first_of_run = np.append(True, starts[1:] - stops[:-1] > MAX_GAP_BYTES)
         run_starts = starts[first_of_run]
         run_stops = stops[np.append(first_of_run[1:], True)]
@@ -207,22 +209,22 @@ class _CopiedBytes:
         self._bytes: _RemoteBytes | _MappedBytes = _RemoteBytes(file.uri)
 
     def gather(self, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
-        return self._nearest().gather(offsets, num_bytes)
+        return self._choose_bytes().gather(offsets, num_bytes)
 
     def files(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return self._nearest().files(offsets, lengths)
+        return self._choose_bytes().files(offsets, lengths)
 
-    def _nearest(self) -> _Bytes:
+    def _choose_bytes(self) -> _Bytes:
         if isinstance(self._bytes, _RemoteBytes):
-            stream = self._uses.copy_of(self._file)
+            stream = self._uses.open_copy(self._file)
             if stream is not None:
                 with stream:  # the mapping keeps the copy's lock
                     self._bytes = _MappedBytes(stream)
         return self._bytes
 
 
-def _strings_at(buffer: Any, size_bytes: int, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
-    """Strings of a buffer seen as one string from every byte on; `take` would first copy all of them."""
+def _gather_strings(buffer: Any, size_bytes: int, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
+    """Gather strings of a buffer, seen as one string from every byte on; `take` would first copy all of them."""
     everywhere: np.ndarray = np.ndarray((size_bytes - num_bytes + 1,), f"V{num_bytes}", buffer=buffer, strides=(1,))
     strings: np.ndarray = everywhere[offsets]
     return strings

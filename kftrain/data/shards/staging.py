@@ -27,7 +27,7 @@ _PREFIX = ".tmp-sharding-"
 
 @contextlib.contextmanager
 def staging_folder(parent_uri: str) -> Iterator[Path]:
-    """An empty local folder, in `parent_uri` where that is local, else among temporary files; removed at the end."""
+    """Yield an empty local folder, in `parent_uri` if that is local, else a temporary one; remove it afterwards."""
     parent = storage.local_path(parent_uri) if storage.is_local(parent_uri) else Path(tempfile.gettempdir())
     storage.make_folder(parent)
     _remove_abandoned(parent)
@@ -38,7 +38,7 @@ def staging_folder(parent_uri: str) -> Iterator[Path]:
 
 
 def publish_folder(content: Path, uri: str, last: str, is_good: Callable[[str], bool]) -> None:
-    """Makes the files of the staged folder `content` appear at `uri`, the file called `last` after all others.
+    """Make the files of the staged folder `content` appear at `uri`, the file called `last` after all others.
 
     What is already at `uri` stays if `is_good` says so (another process was faster) and is replaced if not (it is
     damaged).
@@ -79,6 +79,6 @@ def _replace(content: Path, target: Path, is_good: Callable[[], bool]) -> None:
 
 def _remove_abandoned(parent: Path) -> None:
     for folder, status in storage.entries(parent, _PREFIX):
-        below = (each for found, _, _ in os.walk(folder) for _, each in storage.entries(Path(found)))
-        if max(each.st_mtime for each in (status, *below)) < time.time() - ABANDONED_SECONDS:
+        below = (inner for path, _, _ in os.walk(folder) for _, inner in storage.entries(Path(path)))
+        if max(entry.st_mtime for entry in (status, *below)) < time.time() - ABANDONED_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,7 @@ from kftrain.data.shards.tar_writer import BLOCK_BYTES
 from kftrain.errors import DataError
 
 MAX_EXPLANATION_BYTES = 1 << 20
-"""Of a header that explains the next one: names have a few hundred bytes, attributes a few thousand."""
+"""Most bytes of a header that explains the next one: names have a few hundred, attributes a few thousand."""
 
 _FIX = "the shard is damaged, cut off or compressed: write it again"
 _SEARCH_BYTES = 1 << 20
@@ -37,17 +37,17 @@ _OTHERS = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b
 
 
 class Member(NamedTuple):
-    """One file of an archive."""
+    """Regular file of an archive."""
 
     name: str
-    """Relative; without `./` before it."""
+    """Relative name, without `./` before it."""
     offset_bytes: int
-    """Where its content starts."""
+    """Byte at which its content starts."""
     size_bytes: int
 
 
 class _Header(NamedTuple):
-    """What the 512 bytes say."""
+    """Fields of the 512 bytes of a header."""
 
     name: str
     kind: bytes
@@ -55,7 +55,7 @@ class _Header(NamedTuple):
 
 
 class _Explained(TypedDict, total=False):
-    """What headers say of the member behind them."""
+    """Facts about a member that the headers before its own say."""
 
     name: str
     size_bytes: int
@@ -63,18 +63,18 @@ class _Explained(TypedDict, total=False):
 
 
 def walk(stream: BinaryIO, where: str) -> Iterator[Member]:
-    """All regular files of an archive, in order; folders are passed over. `where` names it in errors.
+    """Yield all regular files of an archive, in order; folders are passed over. `where` names it in errors.
 
     The stream may be moved between two members. Every member lies within it, from `offset_bytes` on.
     """
     archive = _Archive(stream, where)
     of_all, position = _Explained(), 0
     while True:
-        of_next, position = _explained(archive, position, of_all)
+        of_next, position = _read_explanations(archive, position, of_all)
         header = archive.header(position)
         if header is None:
             if of_next:
-                raise archive.error("a header explains a member that is not there", position)
+                raise archive.make_error("a header explains a member that is not there", position)
             archive.require_end(position)
             return
         said: _Explained = {"name": header.name, "size_bytes": header.size_bytes, **of_all, **of_next}
@@ -86,27 +86,27 @@ def walk(stream: BinaryIO, where: str) -> Iterator[Member]:
         member = Member(name, start, said["size_bytes"])
         archive.require_whole(member)
         yield member
-        position = _padded(start + member.size_bytes)
+        position = _pad(start + member.size_bytes)
 
 
-def _explained(archive: _Archive, position: int, of_all: _Explained) -> tuple[_Explained, int]:
-    """What the headers from `position` on say of the member behind them, and where that one's own stands.
+def _read_explanations(archive: _Archive, position: int, of_all: _Explained) -> tuple[_Explained, int]:
+    """Read what the headers from `position` on say of the member behind them, and where that one's own stands.
 
     What they say of all members that follow goes into `of_all`.
     """
     of_next, seen = _Explained(), set[bytes]()
     while (header := archive.header(position)) is not None and header.kind in _EXPLAINING:
         if header.kind in seen:
-            raise archive.error("two headers of one kind explain the same member", position)
+            raise archive.make_error("two headers of one kind explain the same member", position)
         said = _read_explanation(archive, header, position)
         if header.kind == _PAX_OF_ALL:
             of_all.update(said)
         else:
             if "name" in said and "name" in of_next:
-                raise archive.error("two headers name the same member", position)
+                raise archive.make_error("two headers name the same member", position)
             of_next.update(said)
             seen.add(header.kind)
-        position = _padded(position + BLOCK_BYTES + header.size_bytes)
+        position = _pad(position + BLOCK_BYTES + header.size_bytes)
     return of_next, position
 
 
@@ -124,15 +124,15 @@ class _Archive:
         if position == 0:
             self._refuse_compressed(block)
         if len(block) < BLOCK_BYTES:
-            raise self.error("the archive ends before its end mark", position)
+            raise self.make_error("the archive ends before its end mark", position)
         if not any(block):
             return None
         if not _has_checksum(block):
-            raise self.error("a header has the wrong checksum", position)
-        size_bytes = _number(block[124:136])
+            raise self.make_error("a header has the wrong checksum", position)
+        size_bytes = _parse_number(block[124:136])
         if size_bytes is None:
-            raise self.error("a header has no size", position)
-        return _Header(_name(block), block[156:157], size_bytes)
+            raise self.make_error("a header has no size", position)
+        return _Header(_read_name(block), block[156:157], size_bytes)
 
     def _refuse_compressed(self, start: bytes) -> None:
         for magic, kind in _COMPRESSED.items():
@@ -143,27 +143,27 @@ class _Archive:
         """The content of a header that explains the next one."""
         if header.size_bytes > MAX_EXPLANATION_BYTES:
             what = f"a header explains the next one in {header.size_bytes:,} bytes; {MAX_EXPLANATION_BYTES:,} are read"
-            raise self.error(what, position)
+            raise self.make_error(what, position)
         content = self._read(position + BLOCK_BYTES, header.size_bytes)
         if len(content) < header.size_bytes:
-            raise self.error("the archive ends before its end mark", position)
+            raise self.make_error("the archive ends before its end mark", position)
         return content
 
     def require_whole(self, member: Member) -> None:
         """Raises DataError for a member that is not all there."""
-        found = max(0, self._num_bytes - member.offset_bytes)
-        if found < member.size_bytes:
-            what = f"the member is cut off: it holds {found:,} of {member.size_bytes:,} bytes"
+        num_held = max(0, self._num_bytes - member.offset_bytes)
+        if num_held < member.size_bytes:
+            what = f"the member is cut off: it holds {num_held:,} of {member.size_bytes:,} bytes"
             raise DataError(what, where=f"{self._where}:{member.name}", fix=_FIX)
 
     def require_end(self, position: int) -> None:
         """Raises DataError for anything behind the end mark at `position`."""
         for start in range(position, self._num_bytes, _SEARCH_BYTES):
             if self._read(start, _SEARCH_BYTES).strip(b"\0"):
-                raise self.error("there is something behind the end mark", position)
+                raise self.make_error("there is something behind the end mark", position)
 
-    def error(self, what: str, position: int) -> DataError:
-        """For what stands at `position`."""
+    def make_error(self, what: str, position: int) -> DataError:
+        """Make the error for what stands at `position`."""
         return DataError(what, where=self._where, value=position, fix=_FIX)
 
     def _read(self, position: int, num_bytes: int) -> bytes:
@@ -171,22 +171,22 @@ class _Archive:
         return self._stream.read(max(0, min(num_bytes, self._num_bytes - position)))
 
 
-def _padded(position: int) -> int:
+def _pad(position: int) -> int:
     """The next multiple of a block."""
     return -(-position // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _has_checksum(block: bytes) -> bool:
-    """Whether the bytes, those of the sum as spaces, add up; some old writers took them for signed."""
-    found = _number(block[148:156])
+    """Tell whether the bytes, those of the sum as spaces, add up; some old writers took them for signed."""
+    stored = _parse_number(block[148:156])
     expected = sum(block) - sum(block[148:156]) + 8 * ord(" ")
-    if found == expected:
+    if stored == expected:
         return True
     negative = sum(byte > 127 for byte in (*block[:148], *block[156:]))
-    return found is not None and found == expected - 256 * negative
+    return stored is not None and stored == expected - 256 * negative
 
 
-def _number(field: bytes) -> int | None:
+def _parse_number(field: bytes) -> int | None:
     """Octal digits, or base 256 where the first bit is set; None for what is neither. Nothing is 0."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else None
@@ -194,37 +194,37 @@ def _number(field: bytes) -> int | None:
     return int(match[1] or b"0", 8) if match else None
 
 
-def _name(block: bytes) -> str:
-    """Of the member; what stands behind the device numbers is a part of it in USTAR alone."""
+def _read_name(block: bytes) -> str:
+    """Read the member's name; what stands behind the device numbers is a part of it in USTAR alone."""
     folder = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
     base = block[:100].split(b"\0", 1)[0]
-    return _text(folder + b"/" + base if folder else base)
+    return _decode_text(folder + b"/" + base if folder else base)
 
 
-def _text(name: bytes) -> str:
+def _decode_text(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
 def _read_explanation(archive: _Archive, header: _Header, position: int) -> _Explained:
-    """What a header says in its content of the members behind it."""
+    """Read what a header says in its content of the members behind it."""
     content, said = archive.content(header, position), _Explained()
     if header.kind == _LONG_LINK:
         return said
-    values = {b"path": content.rstrip(b"\0")} if header.kind == _LONG_NAME else _pax_records(content)
+    values = {b"path": content.rstrip(b"\0")} if header.kind == _LONG_NAME else _parse_pax_records(content)
     if values is None:
-        raise archive.error("a PAX header is damaged", position)
+        raise archive.make_error("a PAX header is damaged", position)
     if b"path" in values:
-        said["name"] = _text(values[b"path"])
+        said["name"] = _decode_text(values[b"path"])
     if b"size" in values:
         if not _DIGITS.fullmatch(values[b"size"]):
-            raise archive.error("a PAX header has no size", position)
+            raise archive.make_error("a PAX header has no size", position)
         said["size_bytes"] = int(values[b"size"])
     if any(key.startswith(_OF_SPARSE) for key in values):
         said["is_sparse"] = True
     return said
 
 
-def _pax_records(content: bytes) -> dict[bytes, bytes] | None:
+def _parse_pax_records(content: bytes) -> dict[bytes, bytes] | None:
     """Records of `<length> <key>=<value>`, each with its line end; None for anything else."""
     values: dict[bytes, bytes] = {}
     position = 0
@@ -258,4 +258,4 @@ def _require_plain(kind: bytes, is_sparse: bool, where: str) -> None:
         raise DataError("a sparse file, which holds less than it says", where=where, fix="write it with all its bytes")
     if kind not in _FILES:
         what = f"neither a file nor a folder, but {_OTHERS.get(kind, 'of an unknown kind')}"
-        raise DataError(what, where=where, value=_text(kind), fix="store links as the files that they mean")
+        raise DataError(what, where=where, value=_decode_text(kind), fix="store links as the files that they mean")

@@ -17,13 +17,13 @@ _NO_DATA = re.compile(r"__[^/]*__($|/)")
 """Members that `webdataset` keeps for itself."""
 
 
-def grouped(stream: BinaryIO, where: str) -> Iterator[tuple[str, dict[str, Member]]]:
+def group_members(stream: BinaryIO, where: str) -> Iterator[tuple[str, dict[str, Member]]]:
     """Key and members by extension of each sample. Memory: one sample, and the keys of the shard.
 
     Raises DataError, with the member's name, where a key or a member comes again.
     """
     seen: set[str] = set()
-    for key, group in itertools.groupby(_members(stream, where), key=lambda found: found[0]):
+    for key, group in itertools.groupby(_iterate_members(stream, where), key=lambda named: named[0]):
         members: dict[str, Member] = {}
         for _, extension, member in group:
             if key in seen or extension in members:
@@ -34,13 +34,13 @@ def grouped(stream: BinaryIO, where: str) -> Iterator[tuple[str, dict[str, Membe
         yield key, members
 
 
-def key_and_extension(name: str) -> tuple[str, str] | None:
-    """Of a member, the extension in lower case; None for one that belongs to no sample."""
+def split_member_name(name: str) -> tuple[str, str] | None:
+    """Split a member's name into key and extension in lower case; None for one that belongs to no sample."""
     match = _MEMBER.fullmatch(name)
     return None if match is None or _NO_DATA.match(name) else (match[1], match[2].lower())
 
 
-def _members(stream: BinaryIO, where: str) -> Iterator[tuple[str, str, Member]]:
+def _iterate_members(stream: BinaryIO, where: str) -> Iterator[tuple[str, str, Member]]:
     for member in tar_reader.walk(stream, where):
-        if found := key_and_extension(member.name):
-            yield *found, member
+        if split_name := split_member_name(member.name):
+            yield *split_name, member

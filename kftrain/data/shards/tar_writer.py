@@ -23,7 +23,7 @@ END_OF_ARCHIVE = bytes(2 * BLOCK_BYTES)
 MAX_MEMBER_BYTES = 8**11 - 1
 """Eleven octal digits: what a USTAR header can say."""
 CHUNK_BYTES = 1 << 19
-"""What is written and hashed at once: small enough for the cache of a processor."""
+"""Bytes that are written and hashed at once: small enough for the cache of a processor."""
 NUM_BUFFERS = 4
 """Chunks that may wait to be hashed, and the one that is filled."""
 
@@ -60,7 +60,7 @@ def _byte_sum(text: bytes) -> int:
 
 
 class TarWriter:
-    """One archive.
+    """Writer of one archive, which hashes what it writes.
 
     `append` whole members, then `finish`. As a context manager it closes its file.
     """

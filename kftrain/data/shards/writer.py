@@ -30,7 +30,7 @@ import numpy as np
 from kftrain.data.schema import Block, Field, SampleSchema
 from kftrain.data.shards.keys import encode_key, split_name
 from kftrain.data.shards.manifest import Shard, index_name, shard_name
-from kftrain.data.shards.npy_header import npy_bytes, npy_header, stored_dtype
+from kftrain.data.shards.npy_header import encode_npy, npy_header, stored_dtype
 from kftrain.data.shards.tar_writer import (
     BLOCK_BYTES,
     END_OF_ARCHIVE,
@@ -39,7 +39,7 @@ from kftrain.data.shards.tar_writer import (
     member_header,
     padding,
 )
-from kftrain.data.shards.verify import repeated
+from kftrain.data.shards.verify import find_repeated
 from kftrain.errors import DataError
 
 
@@ -94,11 +94,11 @@ class SplitWriter:
         return self.shards
 
     def may_have_duplicate_keys(self) -> bool:
-        """Whether two blocks have keys of equal hash.
+        """Tell whether two blocks have keys of equal hash.
 
         False is certain, true needs a look at the keys themselves.
         """
-        return bool(repeated(self._key_hashes))
+        return bool(find_repeated(self._key_hashes))
 
     def _tar_for(self, num_bytes: int) -> TarWriter:
         if self._tar is not None and self._tar.num_bytes + num_bytes + len(END_OF_ARCHIVE) > self._shard_size_bytes:
@@ -112,7 +112,7 @@ class SplitWriter:
             sha256 = tar.finish()
         index = np.array(self._index, np.int64).reshape(-1, self._num_columns)
         index[:, 1::2] += np.frombuffer(self._block_starts, np.int64)[:, None]
-        content = npy_bytes(index)
+        content = encode_npy(index)
         (self._folder / index_name(tar.path.name)).write_bytes(content)
         self.shards.append(
             Shard(
@@ -149,7 +149,7 @@ class _BlockEncoder:
             suffix, head, data, num_bytes = member.encode(block, num_rows)
             size_bytes = len(head) + num_bytes
             if size_bytes > MAX_MEMBER_BYTES:
-                raise _mismatch(block, f"field {member.name} exceeds the 8 GiB of a tar member")
+                raise _make_mismatch_error(block, f"field {member.name} exceeds the 8 GiB of a tar member")
             end = padding(size_bytes)
             parts += (member_header(folder, base + suffix, size_bytes), head, data, end)
             position += BLOCK_BYTES
@@ -159,12 +159,14 @@ class _BlockEncoder:
 
     def _num_rows(self, block: Block) -> int:
         if not block.key:
-            raise _mismatch(block, "a block has an empty key")
+            raise _make_mismatch_error(block, "a block has an empty key")
         if block.arrays.keys() != self._names:
-            raise _mismatch(block, f"a block has the fields {sorted(block.arrays)}, not {sorted(self._names)}")
+            raise _make_mismatch_error(
+                block, f"a block has the fields {sorted(block.arrays)}, not {sorted(self._names)}"
+            )
         first = np.asarray(block.arrays[self._members[0].name])
         if not first.ndim or not len(first):
-            raise _mismatch(block, "a block has no rows")
+            raise _make_mismatch_error(block, "a block has no rows")
         return len(first)
 
 
@@ -183,8 +185,10 @@ class _ArrayMember:
         rows = np.asarray(block.arrays[self.name], order="C")
         shape = rows.shape
         if rows.dtype != self._dtype or shape != (num_rows, *self._shape):
-            found = f"{rows.dtype} {list(shape)}"
-            raise _mismatch(block, f"field {self.name} is {found}, not {self._dtype} {[num_rows, *self._shape]}")
+            actual = f"{rows.dtype} {list(shape)}"
+            raise _make_mismatch_error(
+                block, f"field {self.name} is {actual}, not {self._dtype} {[num_rows, *self._shape]}"
+            )
         return self._suffix, npy_header(self._descr, shape), rows.data, rows.nbytes
 
 
@@ -200,13 +204,15 @@ class _FileMember:
         """The end of the member's name, nothing, the content, and its size in bytes."""
         extension = block.extensions.get(self.name, self._usual)
         if extension not in self._suffixes:
-            raise _mismatch(block, f"field {self.name} is a .{extension}, not one of {sorted(self._suffixes)}")
+            raise _make_mismatch_error(
+                block, f"field {self.name} is a .{extension}, not one of {sorted(self._suffixes)}"
+            )
         files = block.arrays[self.name]
         content = files[0] if len(files) == 1 else None
         if not isinstance(content, bytes):
-            raise _mismatch(block, f"field {self.name} is not the bytes of one file")
+            raise _make_mismatch_error(block, f"field {self.name} is not the bytes of one file")
         return self._suffixes[extension], b"", content, len(content)
 
 
-def _mismatch(block: Block, what: str) -> DataError:
+def _make_mismatch_error(block: Block, what: str) -> DataError:
     return DataError(f"{what} (encoding {block.key!r})", where="task", fix="make encode() yield what schema() says")

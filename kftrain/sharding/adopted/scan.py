@@ -1,4 +1,4 @@
-"""Reads one shard of others from its first byte to its last: what lies where, and the digest of it all."""
+"""Reading one shard of others from its first byte to its last: members' places, and the digest of it all."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kftrain.errors import DataError
 from kftrain.sharding.sources.listing import SourceFile, reading_source
 
 MAX_EXTENSIONS = 64
-"""Of a shard. More come from keys with dots, which end at the first one."""
+"""Most kinds of members of a shard. More come from keys with dots, which end at the first one."""
 
 ABSENT = -1
-"""In the place of an offset: the sample has no such member."""
+"""Value in the place of an offset: the sample has no such member."""
 
 
 @dataclass(frozen=True)
 class Scanned:
-    """What a shard holds."""
+    """Content of a shard that was scanned."""
 
     file: SourceFile
     sha256: str
@@ -40,7 +40,7 @@ class Scanned:
 
 
 def scan(file: SourceFile, table: Path, wanted: frozenset[str] | None, is_held_out: Callable[[str], bool]) -> Scanned:
-    """Reads a shard once.
+    """Read a shard once.
 
     Args:
         file: The shard.
@@ -54,8 +54,8 @@ def scan(file: SourceFile, table: Path, wanted: frozenset[str] | None, is_held_o
     rows, num_passed_over = _Table(), 0
     with reading_source(file.uri), storage.open_read(file.uri) as stream:
         hashed = HashedStream(stream)
-        for key, members in tar_samples.grouped(cast(BinaryIO, hashed), file.uri):
-            chosen = _chosen(members, wanted, f"{file.uri}:{key}")
+        for key, members in tar_samples.group_members(cast(BinaryIO, hashed), file.uri):
+            chosen = _choose_members(members, wanted, f"{file.uri}:{key}")
             num_passed_over += len(members) - len(chosen)
             for extension in chosen:
                 columns.setdefault(extension, len(columns))
@@ -74,7 +74,7 @@ def scan(file: SourceFile, table: Path, wanted: frozenset[str] | None, is_held_o
     return Scanned(file, sha256, tuple(columns), table, num_passed_over)
 
 
-def _chosen(members: Mapping[str, Member], wanted: frozenset[str] | None, where: str) -> dict[str, Member]:
+def _choose_members(members: Mapping[str, Member], wanted: frozenset[str] | None, where: str) -> dict[str, Member]:
     if wanted is not None:
         return {extension: member for extension, member in members.items() if extension in wanted}
     for extension in members:
@@ -103,7 +103,7 @@ class _Table:
         self._lengths.append(1 + len(row))
 
     def finish(self, num_extensions: int) -> np.ndarray:
-        """`[samples, 1 + 2 * extensions]`."""
+        """Build the table, `[samples, 1 + 2 * extensions]`."""
         lengths = np.frombuffer(self._lengths, np.int64)
         table = np.zeros((len(lengths), 1 + 2 * num_extensions), np.int64)
         table[:, 1::2] = ABSENT
@@ -112,7 +112,7 @@ class _Table:
 
 
 class HashedStream(PositionedStream):
-    """Reads a stream forwards, and hashes all of it: also what is passed over."""
+    """Stream that is read forwards, and hashes all of it: also what is passed over."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream.seek(0, 2))
@@ -124,9 +124,9 @@ class HashedStream(PositionedStream):
         """Where the chunk ends."""
 
     def read(self, size: int | None = -1) -> bytes:
-        """At most `size` bytes. Never of what lies before the chunk that was read last."""
+        """Read at most `size` bytes. Never of what lies before the chunk that was read last."""
         stop = self.size_bytes if size is None or size < 0 else min(self.size_bytes, self._position + size)
-        while self._stop < stop and self._next():
+        while self._stop < stop and self._read_chunk():
             pass
         start = self._stop - len(self._chunk)
         assert start <= self._position or self._position >= stop, (start, self._position)
@@ -135,14 +135,14 @@ class HashedStream(PositionedStream):
         return content
 
     def finish(self) -> str:
-        """The sha256 of everything."""
+        """Return the sha256 of everything."""
         self._position = self.size_bytes
-        while self._next():
+        while self._read_chunk():
             pass
         return self._digest.hexdigest()
 
-    def _next(self) -> bool:
-        """Reads on, and keeps what is not passed over."""
+    def _read_chunk(self) -> bool:
+        """Read on, and keep what is not passed over."""
         content = self._stream.read(storage.HASH_CHUNK_BYTES)
         self._digest.update(content)
         kept = self._chunk[max(0, len(self._chunk) - max(0, self._stop - self._position)) :]

@@ -1,4 +1,4 @@
-"""What a metric must be read against: measured on the validation split, whose blocks are read as they are stored."""
+"""Baselines that a metric must be read against: measured on the validation split, whose blocks are read as stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kftrain.data.conversion import Conversion, conversion_of
+from kftrain.data.conversion import Conversion, find_conversion
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Arrays
 from kftrain.data.shards.manifest import Manifest
@@ -17,29 +17,31 @@ from kftrain.errors import DataError
 from kftrain.sharding.parts.encoder import Encoding
 
 
-def measured_baselines(encoding: Encoding, manifest_uri: str, manifest: Manifest) -> dict[str, dict[str, float]]:
-    """The task's baselines on the validation split. Raises DataError where one is not finite, and UserCodeError.
+def measure_baselines(encoding: Encoding, manifest_uri: str, manifest: Manifest) -> dict[str, dict[str, float]]:
+    """Measure the task's baselines on the validation split.
+
+    Raises DataError where one is not finite, and UserCodeError.
 
     Of adopted shards one sample is read in any case: whether the task can read them is seen here.
     """
-    with encoding.task_code():
-        samples = stored_blocks(manifest_uri, manifest, "validation", conversion_of(manifest, encoding.task))
+    with encoding.run_task_code():
+        samples = read_stored_blocks(manifest_uri, manifest, "validation", find_conversion(manifest, encoding.task))
         first = [next(samples)] if manifest.is_adopted else []
-        found = encoding.task.baselines(itertools.chain(first, samples))
-    baselines = {metric: {name: float(value) for name, value in of.items()} for metric, of in found.items()}
-    if not all(math.isfinite(value) for of in baselines.values() for value in of.values()):
+        figures = encoding.task.baselines(itertools.chain(first, samples))
+    baselines = {metric: {name: float(value) for name, value in values.items()} for metric, values in figures.items()}
+    if not all(math.isfinite(value) for values in baselines.values() for value in values.values()):
         raise DataError("a baseline is not finite", where="task.baselines()", value=baselines)
     return baselines
 
 
 READ_BYTES = 8 << 20
-"""What is read at once."""
+"""Bytes that are read at once."""
 
 
-def stored_blocks(
+def read_stored_blocks(
     manifest_uri: str, manifest: Manifest, split: str, conversion: Conversion | None = None
 ) -> Iterator[Arrays]:
-    """Field name -> `[rows, *shape]` of each block, in order. Raises DataError for a shard that is damaged."""
+    """Yield field name -> `[rows, *shape]` of each block, in order. Raises DataError for a shard that is damaged."""
     dataset = ShardedDataset(manifest_uri, manifest, split, conversion=conversion)
     start = 0
     for shard in manifest.splits[split].shards:

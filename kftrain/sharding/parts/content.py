@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from kftrain.data.schema import LazyFields, Record
-from kftrain.sharding.canonical import canonical
+from kftrain.sharding.canonical import encode_canonically
 
 SHORT_BYTES = 4096
-"""Up to here a cryptographic hash costs no more than the other one."""
+"""Largest content in bytes for which a cryptographic hash costs no more than the other one."""
 
 _ROW_WORDS = 4096
 
@@ -25,8 +25,8 @@ UNKNOWN = 0
 """The hash of a content that is compared with nothing: an empty one, or objects of a user's own."""
 
 
-def content_of(record: Record, names: Iterable[str]) -> dict[str, Any]:
-    """The fields of a record by which it is known again: those of `names` that it has, or all where it has none.
+def select_content(record: Record, names: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of a record by which it is known again: those of `names` that it has, else all.
 
     Of what is decoded the file as it came.
     """
@@ -35,68 +35,68 @@ def content_of(record: Record, names: Iterable[str]) -> dict[str, Any]:
     return {name: fields.as_it_came(name) if isinstance(fields, LazyFields) else fields[name] for name in chosen}
 
 
-def content_size(content: Mapping[str, Any]) -> tuple[int, int]:
-    """The hash of a content, in the range of int64, and its size in bytes; numbers count as eight."""
-    size_bytes = sum(_size_bytes(value) for value in content.values())
+def hash_content(content: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the hash of a content, in the range of int64, and its size in bytes; numbers count as eight."""
+    size_bytes = sum(_count_bytes(value) for value in content.values())
     if not size_bytes:
         return UNKNOWN, 0
     try:
-        hashes = [_hash(value) for value in content.values()]
+        hashes = [_hash_value(value) for value in content.values()]
     except TypeError:
         return UNKNOWN, size_bytes
-    return hashes[0] if len(hashes) == 1 else _short_hash(repr(hashes).encode()), size_bytes
+    return hashes[0] if len(hashes) == 1 else _hash_short_bytes(repr(hashes).encode()), size_bytes
 
 
-def key_hash(key: str) -> int:
-    """The hash of a key, in the range of int64, the same on every machine."""
-    return _short_hash(key.encode("utf-8", "surrogatepass"))
+def hash_key(key: str) -> int:
+    """Return the hash of a key, in the range of int64, the same on every machine."""
+    return _hash_short_bytes(key.encode("utf-8", "surrogatepass"))
 
 
-def _size_bytes(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     if isinstance(value, np.ndarray | memoryview):
         return value.nbytes
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_size_bytes, value.values()))
+        return sum(map(_count_bytes, value.values()))
     if isinstance(value, list | tuple):
-        return sum(map(_size_bytes, value))
+        return sum(map(_count_bytes, value))
     return 0 if value is None else 8
 
 
-def _hash(value: Any) -> int:
+def _hash_value(value: Any) -> int:
     if isinstance(value, bytes | bytearray | memoryview):
-        return bytes_hash(value)
+        return hash_bytes(value)
     if isinstance(value, str):
-        return bytes_hash(value.encode("utf-8", "surrogatepass"))
+        return hash_bytes(value.encode("utf-8", "surrogatepass"))
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return _short_hash(f"{value.shape} {value.dtype.str} {bytes_hash(value.tobytes())}".encode())
+        return _hash_short_bytes(f"{value.shape} {value.dtype.str} {hash_bytes(value.tobytes())}".encode())
     digest = hashlib.sha256()
-    for part in canonical(value):
+    for part in encode_canonically(value):
         digest.update(part)
     return int.from_bytes(digest.digest()[:8], "little", signed=True)
 
 
-def bytes_hash(content: bytes | bytearray | memoryview) -> int:
-    """The hash of bytes, in the range of int64."""
+def hash_bytes(content: bytes | bytearray | memoryview) -> int:
+    """Return the hash of bytes, in the range of int64."""
     if len(content) <= SHORT_BYTES:
-        return _short_hash(content)
+        return _hash_short_bytes(content)
     words = np.frombuffer(content, "<u8", len(content) // 8)
-    multipliers = _multipliers()
+    multipliers = _draw_multipliers()
     sums = []
     for start in range(0, len(words), _ROW_WORDS):
         row = words[start : start + _ROW_WORDS]
         # A difference in the high bits of words shows in high bits of the first sum only, but anywhere in the second.
         sums += [int(np.dot(row, multipliers[: len(row)])), int(np.dot(row.byteswap(), multipliers[-len(row) :]))]
-    return _short_hash(np.array(sums, "<u8").tobytes() + bytes(content[len(words) * 8 :]) + b"%d" % len(content))
+    return _hash_short_bytes(np.array(sums, "<u8").tobytes() + bytes(content[len(words) * 8 :]) + b"%d" % len(content))
 
 
-def _short_hash(content: bytes | bytearray | memoryview) -> int:
+def _hash_short_bytes(content: bytes | bytearray | memoryview) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 
 @functools.cache
-def _multipliers() -> np.ndarray:
-    """Odd numbers of 64 bits, the same on every machine."""
+def _draw_multipliers() -> np.ndarray:
+    """Draw odd numbers of 64 bits, the same on every machine."""
     odd: np.ndarray = np.random.PCG64(15).random_raw(2 * _ROW_WORDS) | np.uint64(1)
     return odd

@@ -1,4 +1,4 @@
-"""`part.json`: what one part of a source became.
+"""`part.json`: the shards and records of one encoded part of a source.
 
     <root>/shards/parts/<part digest>/   part.json   train-000000.tar   train-000000.index.npy   …
                                          records.npy   keys.gz   (records.py)
@@ -28,13 +28,13 @@ PARTS_FOLDER = "parts"
 
 
 class SplitStatistics(BaseModel):
-    """What the records of one split of a part are like."""
+    """Counts over the records of one split of a part."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_records: int = 0
     content_bytes: int = 0
-    """Of the records' contents, before they were encoded."""
+    """Bytes of the records' contents, before they were encoded."""
     size_counts: dict[str, int] = {}
     """Number of bits of a record's size in bytes -> records."""
     classes: dict[str, dict[str, int]] = {}
@@ -42,11 +42,11 @@ class SplitStatistics(BaseModel):
 
 
 MAX_NAMED = 10
-"""So many of each kind of findings are named; the others are counted."""
+"""Number of findings of each kind that are named; the others are counted."""
 
 
 class Named(BaseModel):
-    """Something that was found: how often, and where first."""
+    """A kind of finding: how often it came, and the names of the first ones."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -60,47 +60,47 @@ class Named(BaseModel):
 
 
 class PartDocument(documents.Document):
-    """One part of a source, encoded."""
+    """Description of one encoded part of a source."""
 
     format_version: int = FORMAT_VERSION
     part_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     splits: dict[str, list[Shard]]
     """A part may have no samples of a split."""
     records_sha256: str
-    """Of the table of its records."""
+    """Digest of the table of its records."""
     statistics: dict[str, SplitStatistics]
     findings: dict[str, Named]
 
-    def located(self, split: str) -> list[Shard]:
-        """The split's shards as a dataset's manifest names them: by their place relative to it."""
+    def locate_shards(self, split: str) -> list[Shard]:
+        """Return the split's shards as a dataset's manifest names them: by their place relative to it."""
         folder = f"../{PARTS_FOLDER}/{self.part_digest}"
         return [shard.model_copy(update={"folder": folder}) for shard in self.splits[split]]
 
 
-def total(parts: Sequence[PartDocument]) -> dict[str, Any]:
-    """The statistics of a dataset: those of its parts added up, as plain data by split."""
-    found: dict[str, Any] = {}
+def add_statistics(parts: Sequence[PartDocument]) -> dict[str, Any]:
+    """Add up the statistics of parts: those of the dataset, as plain data by split."""
+    totals: dict[str, Any] = {}
     for split in SPLITS:
-        each = [part.statistics[split] for part in parts]
-        classes = {name: Counter[str]() for statistics in each for name in statistics.classes}
+        parts_of_split = [part.statistics[split] for part in parts]
+        classes = {name: Counter[str]() for statistics in parts_of_split for name in statistics.classes}
         sizes = Counter[str]()
-        for statistics in each:
+        for statistics in parts_of_split:
             sizes.update(statistics.size_counts)
             for name, counts in statistics.classes.items():
                 classes[name].update(counts)
-        found[split] = {
-            "num_records": sum(statistics.num_records for statistics in each),
-            "content_bytes": sum(statistics.content_bytes for statistics in each),
+        totals[split] = {
+            "num_records": sum(statistics.num_records for statistics in parts_of_split),
+            "content_bytes": sum(statistics.content_bytes for statistics in parts_of_split),
             "size_counts": dict(sizes),
             "classes": {name: dict(counts) for name, counts in classes.items()},
         }
-    return found
+    return totals
 
 
 def part_digest(
     schemas: list[dict[str, Any]], settings: dict[str, Any], splits: dict[str, list[Shard]], records: str
 ) -> str:
-    """The digest of a part's content: of its shards, indexes and records."""
+    """Digest of the part's content; the name of its folder."""
     return storage.digest_json(
         {
             "format_version": FORMAT_VERSION,
@@ -113,7 +113,7 @@ def part_digest(
 
 
 def read_part(part_uri: str) -> PartDocument:
-    """The part in a folder. Raises DataError where it is missing, damaged or of another format."""
+    """Read the part in a folder. Raises DataError where it is missing, damaged or of another format."""
     uri = storage.join(part_uri, PART_NAME)
     document = documents.read(PartDocument, uri)
     if document.format_version != FORMAT_VERSION:

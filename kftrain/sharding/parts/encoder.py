@@ -21,14 +21,14 @@ import numpy as np
 
 from kftrain.core import plugins, storage
 from kftrain.core.progress import Progress
-from kftrain.data.assets import ASSETS, digests_of
+from kftrain.data.assets import ASSETS, digest_assets
 from kftrain.data.schema import CLUSTER, SPLITS, Block, Record, SampleSchema
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards.manifest import Shard, check_schema
 from kftrain.data.shards.verify import refuse_duplicate_keys
 from kftrain.data.shards.writer import SplitWriter
 from kftrain.errors import ConfigError, DataError
-from kftrain.sharding.clusters import Clusters, cluster_of
+from kftrain.sharding.clusters import Clusters, name_cluster
 from kftrain.sharding.parts.document import PartDocument, SplitStatistics, part_digest
 from kftrain.sharding.parts.records import RecordLog
 from kftrain.sharding.sources import resolve_source
@@ -37,33 +37,35 @@ if TYPE_CHECKING:
     from kftrain.tasks.base import EncodingTask
 
 WAITING_BYTES = 32 << 20
-"""Of the records that wait for their turn: what stays in memory."""
+"""Bytes of records waiting for their turn that stay in memory."""
 
 MAX_CLASSES = 1000
-"""A field with more values than that has no classes."""
+"""Most values of a field with classes."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How records become shards: all but the records."""
+    """Settings, schemas and task that decide how records become shards."""
 
     task: EncodingTask
     schemas: dict[str, SampleSchema]
-    """Of each split."""
+    """Schema of each split."""
     settings: dict[str, Any]
-    """The task's, as JSON."""
+    """Settings of the task, as JSON."""
     content_names: tuple[str, ...]
     """Fields of a record by which equal ones are known."""
     is_users: bool
-    """Whether the task is a user's own: what it raises is not our bug."""
+    """True if the task is a user's own: what it raises is not our bug."""
     shard_size_bytes: int
     validation_fraction: float
     hash_in_line: bool = False
-    """Whether other processes need the processor that a thread of the writer would use."""
+    """True if other processes need the processor that a thread of the writer would use."""
 
     @classmethod
     def of(cls, data: DataConfig, kind: str, task: EncodingTask, hash_in_line: bool = False) -> Encoding:
-        """What the configuration says of the data, and the task. Raises DataError for a schema that no shard can hold.
+        """Combine what the configuration says of the data with the task.
+
+        Raises DataError for a schema that no shard can hold.
 
         `kind`: of the task.
         """
@@ -77,21 +79,21 @@ class Encoding:
             raise ConfigError("the task names clusters", where=f"data.{named.pop()}", fix="remove it")
         for schema in schemas.values():
             check_schema(schema, "task.schema()")
-        settings = {**settings, **({ASSETS: digests_of(assets)} if assets else {})}
+        settings = {**settings, **({ASSETS: digest_assets(assets)} if assets else {})}
         size, fraction = data.shard_size_bytes, data.validation_fraction
         return cls(task, schemas, settings, content_names, is_users, size, fraction, hash_in_line)
 
-    def schema_documents(self) -> list[dict[str, Any]]:
-        """The schemas of the splits, as JSON."""
+    def dump_schemas(self) -> list[dict[str, Any]]:
+        """Return the schemas of the splits, as JSON."""
         return [self.schemas[split].to_dict() for split in SPLITS]
 
-    def task_code(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block runs the task's own code. Raises UserCodeError."""
+    def run_task_code(self) -> contextlib.AbstractContextManager[None]:
+        """Run the task's own code within the block. Raises UserCodeError."""
         return plugins.user_code("task") if self.is_users else contextlib.nullcontext()
 
 
 def encode_part(encoding: Encoding, records: Iterator[Record], folder: Path, progress: Progress) -> PartDocument:
-    """Writes the shards of a part's records into an empty folder; what its `part.json` is to say.
+    """Write the shards of a part's records into an empty folder; return what its `part.json` is to say.
 
     Raises DataError for a record or a block that is wrong, and for two blocks of one key in a split; UserCodeError.
     """
@@ -99,16 +101,16 @@ def encode_part(encoding: Encoding, records: Iterator[Record], folder: Path, pro
         RecordLog(folder, encoding.content_names, encoding.shard_size_bytes) as log,
         tempfile.SpooledTemporaryFile(WAITING_BYTES, dir=str(folder.parent)) as waiting,
     ):
-        training = _training_records(encoding, records, log, waiting)
-        found = [_write_split(encoding, folder, "train", training, progress)]
+        training = _iterate_training_records(encoding, records, log, waiting)
+        written = [_write_split(encoding, folder, "train", training, progress)]
         for _ in training:  # what the task has not asked for may still hold validation records
             pass
         waiting.seek(0)
-        found.append(_write_split(encoding, folder, "validation", _waiting_records(waiting), progress))
+        written.append(_write_split(encoding, folder, "validation", _read_waiting_records(waiting), progress))
         records_sha256 = log.finish()
-    splits = {split: shards for split, (shards, _) in zip(SPLITS, found, strict=True)}
+    splits = {split: shards for split, (shards, _) in zip(SPLITS, written, strict=True)}
     return PartDocument(
-        part_digest=part_digest(encoding.schema_documents(), encoding.settings, splits, records_sha256),
+        part_digest=part_digest(encoding.dump_schemas(), encoding.settings, splits, records_sha256),
         splits=splits,
         records_sha256=records_sha256,
         statistics={
@@ -118,19 +120,19 @@ def encode_part(encoding: Encoding, records: Iterator[Record], folder: Path, pro
                 size_counts={str(bits): count for bits, count in enumerate(log.size_counts[split]) if count},
                 classes=classes,
             )
-            for split, (_, classes) in zip(SPLITS, found, strict=True)
+            for split, (_, classes) in zip(SPLITS, written, strict=True)
         },
         findings={"empty": log.empty, "oversized": log.oversized},
     )
 
 
-def _training_records(
+def _iterate_training_records(
     encoding: Encoding, records: Iterator[Record], log: RecordLog, waiting: IO[bytes]
 ) -> Iterator[Record]:
-    """Those of the training split; the others are put aside."""
+    """Yield the records of the training split; put the others aside."""
     task, fraction = encoding.task, encoding.validation_fraction
     for record in records:
-        split = resolve_source.split_of(record, fraction, cluster_of(task, record))
+        split = resolve_source.choose_split(record, fraction, name_cluster(task, record))
         log.note(record, split)
         if split == "train":
             yield record
@@ -149,7 +151,7 @@ def _put_aside(record: Record, waiting: IO[bytes]) -> None:
         ) from error
 
 
-def _waiting_records(waiting: IO[bytes]) -> Iterator[Record]:
+def _read_waiting_records(waiting: IO[bytes]) -> Iterator[Record]:
     """The records that this process has put aside."""
     while True:
         try:
@@ -165,22 +167,22 @@ def _write_split(
     size = encoding.shard_size_bytes
     with SplitWriter(folder, split, encoding.schemas[split], size, encoding.hash_in_line) as writer:
         announced = 0
-        for block in _blocks(encoding, split, records):
+        for block in _encode_blocks(encoding, split, records):
             writer.write(block)
             classes.count(block)
             if len(writer.shards) > announced:
                 announced = len(writer.shards)
-                progress(line_of(writer.shards[-1]))
+                progress(describe_shard(writer.shards[-1]))
         shards = writer.finish()
     for shard in shards[announced:]:
-        progress(line_of(shard))
+        progress(describe_shard(shard))
     if writer.may_have_duplicate_keys():
         paths = [str(folder / shard.name) for shard in shards]
         refuse_duplicate_keys(paths, encoding.schemas[split], fix="give each record its own key")
-    return shards, classes.found()
+    return shards, classes.to_dict()
 
 
-def _blocks(encoding: Encoding, split: str, records: Iterator[Record]) -> Iterator[Block]:
+def _encode_blocks(encoding: Encoding, split: str, records: Iterator[Record]) -> Iterator[Block]:
     task, latest = encoding.task, Record("", {})
 
     def remembered() -> Iterator[Record]:
@@ -188,29 +190,29 @@ def _blocks(encoding: Encoding, split: str, records: Iterator[Record]) -> Iterat
         for latest in records:  # noqa: UP028 - a generator's variable outlives it
             yield latest
 
-    with encoding.task_code():
+    with encoding.run_task_code():
         has_cluster = any(field.name == CLUSTER for field in encoding.schemas[split].fields)
         clusters = Clusters(task, split) if has_cluster else None
-        blocks = iter(task.encode(clusters.noted(remembered()) if clusters else remembered(), split))
+        blocks = iter(task.encode(clusters.note_records(remembered()) if clusters else remembered(), split))
     while True:
         try:
-            with encoding.task_code():
+            with encoding.run_task_code():
                 block = next(blocks, None)
         except DataError as error:  # a key of content says nothing to people
             error.where = error.where.replace(latest.key, latest.place or latest.key)
             raise
         if block is None:
             return
-        yield clusters.added_to(block) if clusters else block
+        yield clusters.add_to_block(block) if clusters else block
 
 
-def line_of(shard: Shard) -> str:
-    """What is said of a shard that is written."""
+def describe_shard(shard: Shard) -> str:
+    """Describe a shard that is written, on one line."""
     return f"{shard.name}: {shard.num_samples:,} samples, {shard.bytes:,} bytes"
 
 
 class _ClassCounts:
-    """How often each value of the fields comes that are learned and are one whole number."""
+    """Counts of each value of the fields that are learned and are one whole number."""
 
     def __init__(self, schema: SampleSchema, task: EncodingTask) -> None:
         self._counts: dict[str, Counter[int]] = {
@@ -225,7 +227,7 @@ class _ClassCounts:
             if len(counts) > MAX_CLASSES:
                 del self._counts[name]
 
-    def found(self) -> dict[str, dict[str, int]]:
+    def to_dict(self) -> dict[str, dict[str, int]]:
         return {
             name: {str(int(value)): counts[value] for value in sorted(counts)} for name, counts in self._counts.items()
         }

@@ -1,4 +1,4 @@
-"""What is wrong with the records of a dataset as a whole: copies, and records of no size or of a very large one.
+"""Findings about the records of a dataset as a whole: copies, and records of no size or of a very large one.
 
 A copy in the other split is the worst of them: a model that has seen a validation sample is measured too well. Records
 are compared by the hashes that each part keeps of them (`records.py`), so that nothing is read again.
@@ -29,25 +29,25 @@ OVERSIZED = "larger than a shard"
 _VALIDATION = 1
 
 
-def find(parts: Sequence[PartDocument], uri_of: Callable[[str], str]) -> dict[str, Any]:
-    """What was found in a dataset: kind -> `{"count": records, "first": names of the first ten}`; {} if nothing.
+def find_flaws(parts: Sequence[PartDocument], uri_of: Callable[[str], str]) -> dict[str, Any]:
+    """Compare the records of all parts; return kind -> `{"count": records, "first": ten names}`, {} if all is well.
 
     `uri_of`: a part's folder by its digest. Raises DataError for a key that comes twice in one split.
     """
     records = _Records([uri_of(part.part_digest) for part in parts])
-    found = {KEY_TWICE: records.keys_in_both(), **records.copies()}
+    named_by_kind = {KEY_TWICE: records.find_keys_in_both(), **records.find_copies()}
     for kind, name in ((EMPTY, "empty"), (OVERSIZED, "oversized")):
-        found[kind] = Named()
+        named_by_kind[kind] = Named()
         for part in parts:
-            found[kind].add(part.findings[name].count, part.findings[name].first)
-    return {kind: named.model_dump() for kind, named in found.items() if named.count}
+            named_by_kind[kind].add(part.findings[name].count, part.findings[name].first)
+    return {kind: named.model_dump() for kind, named in named_by_kind.items() if named.count}
 
 
-def lines(findings: dict[str, Any]) -> list[str]:
-    """What is said of findings: a line for each kind."""
+def describe_findings(findings: dict[str, Any]) -> list[str]:
+    """Describe findings, a line for each kind."""
     return [
-        f"{each['count']:,} x {kind}: {', '.join(each['first'])}{' …' if each['count'] > len(each['first']) else ''}"
-        for kind, each in findings.items()
+        f"{one['count']:,} x {kind}: {', '.join(one['first'])}{' …' if one['count'] > len(one['first']) else ''}"
+        for kind, one in findings.items()
     ]
 
 
@@ -63,44 +63,47 @@ class _Records:
         is_validation = np.concatenate([table[:, 2] == _VALIDATION for table in tables])
         self._splits = [np.flatnonzero(~is_validation), np.flatnonzero(is_validation)]
 
-    def keys_in_both(self) -> Named:
-        """Validation records of a key that is trained on, too. Raises DataError for a key twice in one split."""
+    def find_keys_in_both(self) -> Named:
+        """Find validation records of a key that is trained on, too. Raises DataError for a key twice in one split."""
         for split in self._splits:
-            _, again = _repeated(self._keys, split)
+            _, again = _find_repeated(self._keys, split)
             if len(again):
-                (key,) = self._names(again[:1])
+                (key,) = self._read_names(again[:1])
                 raise DataError("a key comes twice in one split", where="data.source", value=key, fix="make it unique")
-        _, found = _common(self._keys, *self._splits)
-        return Named(count=len(found), first=self._names(found[:MAX_NAMED]))
+        _, places = _find_common(self._keys, *self._splits)
+        return Named(count=len(places), first=self._read_names(places[:MAX_NAMED]))
 
-    def copies(self) -> dict[str, Named]:
-        """Validation records whose content is trained on, and records whose content came earlier in their split."""
+    def find_copies(self) -> dict[str, Named]:
+        """Find validation records whose content is trained on, and records whose content came before in their split."""
         known = [split[self._contents[split] != UNKNOWN] for split in self._splits]
-        repeated = [_repeated(self._contents, split) for split in known]
+        repeated = [_find_repeated(self._contents, split) for split in known]
         again = np.concatenate([first for first, _ in repeated]), np.concatenate([second for _, second in repeated])
-        return {CONTENT_IN_BOTH: self._named(*_common(self._contents, *known)), CONTENT_TWICE: self._named(*again)}
+        return {
+            CONTENT_IN_BOTH: self._describe_pairs(*_find_common(self._contents, *known)),
+            CONTENT_TWICE: self._describe_pairs(*again),
+        }
 
-    def _named(self, first: np.ndarray, second: np.ndarray) -> Named:
-        names = self._names(np.concatenate([first[:MAX_NAMED], second[:MAX_NAMED]]))
+    def _describe_pairs(self, first: np.ndarray, second: np.ndarray) -> Named:
+        names = self._read_names(np.concatenate([first[:MAX_NAMED], second[:MAX_NAMED]]))
         half = len(names) // 2
         pairs = zip(names[:half], names[half:], strict=True)
         return Named(count=len(second), first=[f"{other} = {one}" for one, other in pairs])
 
-    def _names(self, numbers: np.ndarray) -> list[str]:
-        """The keys of some records."""
+    def _read_names(self, numbers: np.ndarray) -> list[str]:
+        """Read the keys of some records."""
         by_part: dict[int, list[int]] = defaultdict(list)
         for number in numbers.tolist():
             by_part[int(np.searchsorted(self._starts, number, side="right")) - 1].append(number)
         keys: dict[int, str] = {}
         for part, wanted in by_part.items():
             start = int(self._starts[part])
-            found = read_keys(self._uris[part], {number - start for number in wanted})
-            keys |= {start + number: key for number, key in found.items()}
+            part_keys = read_keys(self._uris[part], {number - start for number in wanted})
+            keys |= {start + number: key for number, key in part_keys.items()}
         return [keys[number] for number in numbers.tolist()]
 
 
-def _repeated(values: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of these places the ones whose value came before, ascending: the first place of the value, and the place."""
+def _find_repeated(values: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Find the places whose value came before, ascending: the first place of the value, and the place."""
     chosen = values[places]
     order = np.argsort(chosen, kind="stable")
     same = np.append(False, chosen[order][1:] == chosen[order][:-1])[: len(order)]
@@ -110,12 +113,12 @@ def _repeated(values: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.nd
     return places[first[by_place]], places[again[by_place]]
 
 
-def _common(values: np.ndarray, train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places in validation whose value comes in training, too: its first place there, and the place; ascending."""
+def _find_common(values: np.ndarray, train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Find places in validation whose value comes in training, too: its first place there, and the place; ascending."""
     if not len(train):
         return train, train
     order = np.argsort(values[train], kind="stable")
     ordered = values[train[order]]
-    found = np.minimum(np.searchsorted(ordered, values[validation]), len(order) - 1)
-    equal = ordered[found] == values[validation]
-    return train[order[found[equal]]], validation[equal]
+    matches = np.minimum(np.searchsorted(ordered, values[validation]), len(order) - 1)
+    equal = ordered[matches] == values[validation]
+    return train[order[matches[equal]]], validation[equal]

@@ -1,4 +1,4 @@
-"""A process that encodes parts of a source for another one: see `sharding/parts/pool.py`."""
+"""The process that encodes parts of a source for another one: see `sharding/parts/pool.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kftrain.data.settings import DataConfig
 from kftrain.errors import KftrainError, error_to_dict
 from kftrain.process.parent_death import die_with_parent
 from kftrain.sharding.parts.encoder import Encoding
-from kftrain.sharding.parts.pool import serve
+from kftrain.sharding.parts.pool import accept_jobs
 from kftrain.sharding.parts.store import PartStore
 from kftrain.sharding.sources import resolve_source
 from kftrain.sharding.sources.keyed import KeyedSource
@@ -23,10 +23,10 @@ from kftrain.trust import permit_kinds
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Answers jobs that come over a socket until it is closed, or the process `parent` dies."""
+    """Answer jobs that come over a socket until it is closed, or the process `parent` dies."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which then closes the socket
-    connection, first = serve(descriptor)
+    connection, first = accept_jobs(descriptor)
     encoder = None
     while True:
         try:
@@ -42,7 +42,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 class _Encoder:
-    """What the parent has, too, made again from the configuration."""
+    """Source, task and store of the parent, made again from the configuration."""
 
     def __init__(self, first: dict[str, Any]) -> None:
         data, config = DataConfig.model_validate(first["data"]), TaskConfig.model_validate(first["task"])

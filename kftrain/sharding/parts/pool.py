@@ -25,13 +25,13 @@ from kftrain.errors import FailureClass, RetryableError, error_from_dict
 WORKER_MODULE = "kftrain.sharding.parts.part_worker"
 
 END_SECONDS = 10.0
-"""How long a process that is told to end may take."""
+"""Seconds that a process that is told to end may take."""
 
 Message = dict[str, Any]
 
 
 def map_jobs(jobs: Sequence[Message], first_message: Message, num_processes: int) -> Iterator[tuple[int, Message]]:
-    """Answers to all jobs as they come, each with the number of its job; jobs are begun in order.
+    """Yield the answers to all jobs as they come, each with the number of its job; jobs are begun in order.
 
     Raises what a job has raised: KftrainError. A process that ends without an answer is a RetryableError.
     """
@@ -53,7 +53,7 @@ def map_jobs(jobs: Sequence[Message], first_message: Message, num_processes: int
 
 
 class _Worker:
-    """One process. As a context manager it ends it."""
+    """A process that encodes parts; as a context manager it ends the process. As a context manager it ends it."""
 
     def __init__(self, first_message: Message) -> None:
         self.connection, theirs = Pipe()
@@ -81,16 +81,19 @@ class _Worker:
             self._process.wait()
 
     def send(self, number: int, jobs: Sequence[Message]) -> None:
-        """Gives it a job."""
+        """Give the process a job."""
         self.job = number
         self._write(jobs[number])
 
     def receive(self) -> Message:
-        """Its answer. Raises what it says that went wrong, or that it is gone."""
+        """Return the worker's answer; raise the worker's error, or RetryableError if the worker died.
+
+        Raises what it says that went wrong, or that it is gone.
+        """
         try:
             answer = json.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
-            raise self._gone() from error
+            raise self._make_lost_error() from error
         self.job = None
         if "error" in answer:
             raise error_from_dict(answer["error"])
@@ -100,9 +103,9 @@ class _Worker:
         try:
             self.connection.send_bytes(json.dumps(message).encode())
         except (BrokenPipeError, ConnectionError) as error:
-            raise self._gone() from error
+            raise self._make_lost_error() from error
 
-    def _gone(self) -> RetryableError:
+    def _make_lost_error(self) -> RetryableError:
         code = self._process.wait()
         assert code < 0, f"a process that encodes parts ended with exit code {code}: its traceback is in the log"
         error = RetryableError(
@@ -113,8 +116,8 @@ class _Worker:
         return error.of_class(FailureClass.HOST_MEMORY) if code == -signal.SIGKILL else error
 
 
-def serve(descriptor: int) -> tuple[Connection, Message]:
-    """In such a process: its end of the socket, and the first message."""
+def accept_jobs(descriptor: int) -> tuple[Connection, Message]:
+    """Return the worker's end of the socket, and the first message."""
     connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)
     return connection, json.loads(connection.recv_bytes())

@@ -1,4 +1,4 @@
-"""What a part remembers of its records: hashes of key and content, and the keys; so that copies are found afterwards.
+"""Records of a part: hashes of key and content, and the keys; so that copies are found afterwards.
 
     records.npy    int64 [records, 3]: hash of the name, hash of the content, 0 in training and 1 in validation
     keys.gz        a line of JSON for each record: its name, which is its key or, where that is of content, its place
@@ -22,9 +22,9 @@ import numpy as np
 from kftrain.core import storage
 from kftrain.data.schema import SPLITS, Record
 from kftrain.data.shards.manifest import reading
-from kftrain.data.shards.npy_header import npy_bytes
+from kftrain.data.shards.npy_header import encode_npy
 from kftrain.errors import DataError
-from kftrain.sharding.parts.content import content_of, content_size, key_hash
+from kftrain.sharding.parts.content import hash_content, hash_key, select_content
 from kftrain.sharding.parts.document import Named
 
 RECORDS_NAME = "records.npy"
@@ -34,7 +34,10 @@ COLUMNS = 3
 
 
 class RecordLog:
-    """Notes each record of a part, into two files of a folder. As a context manager it closes them."""
+    """Log of a part's records, in two files of a folder; as a context manager it closes them.
+
+    As a context manager it closes them.
+    """
 
     def __init__(self, folder: Path, content_names: Collection[str], max_bytes: int) -> None:
         """`content_names`: fields by which equal records are known. `max_bytes`: what is larger is oversized."""
@@ -61,10 +64,10 @@ class RecordLog:
         self._stream.close()
 
     def note(self, record: Record, split: str) -> None:
-        """Remembers a record."""
-        hashed, size_bytes = content_size(content_of(record, self._names))
+        """Remember a record."""
+        hashed, size_bytes = hash_content(select_content(record, self._names))
         name = record.place or record.key  # an equal record of another part has this key, too
-        self._table.extend((key_hash(name), hashed, SPLITS.index(split)))
+        self._table.extend((hash_key(name), hashed, SPLITS.index(split)))
         self._keys.write(json.dumps(name).encode() + b"\n")
         self.num_bytes[split] += size_bytes
         self.size_counts[split][min(63, size_bytes.bit_length())] += 1
@@ -74,16 +77,16 @@ class RecordLog:
             self.oversized.add(1, [name])
 
     def finish(self) -> str:
-        """Ends the files; the sha256 of the table."""
+        """End the files; return the sha256 of the table."""
         self._keys.close()
-        content = npy_bytes(np.frombuffer(self._table, np.int64).reshape(-1, COLUMNS))
+        content = encode_npy(np.frombuffer(self._table, np.int64).reshape(-1, COLUMNS))
         with self._path.open("xb") as stream:
             stream.write(content)
         return hashlib.sha256(content).hexdigest()
 
 
 def read_table(part_uri: str) -> np.ndarray:
-    """`records.npy` of a part. Raises DataError."""
+    """Read `records.npy` of a part. Raises DataError."""
     uri = storage.join(part_uri, RECORDS_NAME)
     with reading(uri):
         content = storage.read_bytes(uri)
@@ -95,13 +98,13 @@ def read_table(part_uri: str) -> np.ndarray:
 
 
 def read_keys(part_uri: str, numbers: Collection[int]) -> dict[int, str]:
-    """The keys of some records of a part, by their numbers. Raises DataError."""
+    """Read the keys of some records of a part, by their numbers. Raises DataError."""
     uri, last = storage.join(part_uri, KEYS_NAME), max(numbers, default=-1)
-    found = {}
+    keys = {}
     with reading(uri), storage.open_read(uri) as stream, gzip.GzipFile(fileobj=stream, mode="rb") as lines:
         for number, line in enumerate(lines):
             if number > last:
                 break
             if number in numbers:
-                found[number] = json.loads(line)
-    return found
+                keys[number] = json.loads(line)
+    return keys

@@ -1,4 +1,4 @@
-"""Where encoded parts lie: found by what they were made from, encoded where they are missing."""
+"""Storage of encoded parts: they are found by what they were made from, and encoded where they are missing."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class PartStore:
     shards_uri: str
     encoding: Encoding
     level: Level = "size"
-    """What is compared of a part before it is used again: everything, or lengths; training compares the rest.
-    `replaced`: files of the source may hold something else; a part of before, which knows no state, is made anew."""
+    """Comparison of a part before it is used again: everything, or lengths; training compares the rest. `replaced`:
+    files of the source may hold something else; a part of before, which knows no state, is made anew."""
 
     def uri(self, part_digest: str) -> str:
-        """The folder of a part."""
+        """Return the folder of a part."""
         return storage.join(self.shards_uri, PARTS_FOLDER, part_digest)
 
     def find(self, input_digest: str, state: str) -> PartDocument | None:
-        """The part that was made from this input in this state, if its files are there and unchanged."""
+        """Read the part that was made from this input in this state, if its files are there and unchanged."""
         try:
-            found = storage.read_json_if_exists(self._pointer(input_digest))
-            if found is None or (found["state"] != state if "state" in found else self.level == "replaced"):
+            target = storage.read_json_if_exists(self._build_pointer_uri(input_digest))
+            if target is None or (target["state"] != state if "state" in target else self.level == "replaced"):
                 return None
-            uri = self.uri(found["part_digest"])
+            uri = self.uri(target["part_digest"])
             document = read_part(uri)
             self._verify(uri, document, self.level)
         except (DataError, ValueError, KeyError, TypeError):  # not where storage is away: it may be as it was
@@ -48,12 +48,12 @@ class PartStore:
     def obtain(
         self, source: Source, part: SourcePart, input_digest: str, progress: Progress
     ) -> tuple[PartDocument, bool]:
-        """The part of this input, and whether it was there. Raises as `encode` does."""
-        found = self.find(input_digest, part.state)
-        return (found, True) if found else (self.encode(source, part, progress), False)
+        """Return the part of this input, and whether it was there. Raises as `encode` does."""
+        document = self.find(input_digest, part.state)
+        return (document, True) if document else (self.encode(source, part, progress), False)
 
     def encode(self, source: Source, part: SourcePart, progress: Progress) -> PartDocument:
-        """Reads, encodes and publishes a part. Raises DataError, UserCodeError, or RetryableError for a full disk."""
+        """Read, encode and publish a part. Raises DataError, UserCodeError, or RetryableError for a full disk."""
         with storage.telling_of_disks(self.shards_uri), staging_folder(self.shards_uri) as folder:
             document = encode_part(self.encoding, source.read(part), folder, progress)
             storage.publish_json(str(folder / PART_NAME), document.to_dict())
@@ -61,10 +61,10 @@ class PartStore:
         return document
 
     def keep(self, input_digest: str, part_digest: str, state: str) -> None:
-        """Lets the part be found by its input, which must be known not to have changed while it was read."""
-        storage.publish_json(self._pointer(input_digest), {"part_digest": part_digest, "state": state})
+        """Let the part be found by its input, which must be known not to have changed while it was read."""
+        storage.publish_json(self._build_pointer_uri(input_digest), {"part_digest": part_digest, "state": state})
 
-    def _pointer(self, input_digest: str) -> str:
+    def _build_pointer_uri(self, input_digest: str) -> str:
         return storage.join(self.shards_uri, PARTS_FOLDER, "by-input", f"{input_digest}.json")
 
     def _is_good(self, uri: str) -> bool:
@@ -75,15 +75,15 @@ class PartStore:
         return True
 
     def _verify(self, uri: str, document: PartDocument, level: Level) -> None:
-        _require(storage.join(uri, RECORDS_NAME), document.records_sha256)
+        _require_file(storage.join(uri, RECORDS_NAME), document.records_sha256)
         for shard in (shard for split in SPLITS for shard in document.splits[split]):
-            _require(storage.join(uri, index_name(shard.name)), shard.index_sha256)
-            _require(storage.join(uri, shard.name), shard.sha256 if level == "sha256" else shard.bytes)
+            _require_file(storage.join(uri, index_name(shard.name)), shard.index_sha256)
+            _require_file(storage.join(uri, shard.name), shard.sha256 if level == "sha256" else shard.bytes)
 
 
-def _require(uri: str, expected: str | int) -> None:
-    """Raises DataError for a file of another digest, or another size."""
+def _require_file(uri: str, expected: str | int) -> None:
+    """Raise DataError for a file of another digest, or another size."""
     with reading(uri):
-        found = storage.sha256_file(uri) if isinstance(expected, str) else storage.size_bytes(uri)
-    if found != expected:
-        raise DataError("it is not as it was written", where=uri, value=found, fix="shard the data again")
+        actual = storage.sha256_file(uri) if isinstance(expected, str) else storage.size_bytes(uri)
+    if actual != expected:
+        raise DataError("it is not as it was written", where=uri, value=actual, fix="shard the data again")

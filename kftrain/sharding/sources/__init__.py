@@ -1,1 +1,1 @@
-"""Where raw data comes from, one file a kind."""
+"""Sources of raw data, one file a kind."""

@@ -20,17 +20,17 @@ class DigitsSource(Source):
     """
 
     def listing(self) -> list[dict[str, Any]]:
-        """The package's version and the digest of its content."""
+        """List the package's version and the digest of its content."""
         version, images, labels = _load()
         digest = hashlib.sha256(images.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
         return [{"name": "digits", "version": version, "sha256": digest}]
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
-        """One part."""
+        """Return one part."""
         return [SourcePart(tuple(self.listing()))]
 
     def read(self, part: SourcePart) -> Iterator[Record]:
-        """All images in the package's order."""
+        """Yield all images in the package's order."""
         _, images, labels = _load()
         for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
             yield Record(f"digit-{number:05d}", {"image": image, "label": label})

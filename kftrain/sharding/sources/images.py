@@ -7,13 +7,13 @@ from functools import partial
 from typing import NamedTuple
 
 from kftrain.core import storage
-from kftrain.data.file_content import HELD_OUT_NAMES, IMAGE_SUFFIXES, held_out_name, is_image
+from kftrain.data.file_content import HELD_OUT_NAMES, IMAGE_SUFFIXES, choose_held_out_name, is_image
 from kftrain.data.images import decode_image
 from kftrain.data.schema import Lazy, LazyFields, Record, SourcePart
 from kftrain.errors import DataError
 from kftrain.sharding.sources.file_source import FileSource
 from kftrain.sharding.sources.listing import ListedFile, SourceFile, reading_source
-from kftrain.sharding.sources.pieces import Piece, group, whole
+from kftrain.sharding.sources.pieces import Piece, group_pieces, make_whole_piece
 
 _LAYOUT = "put each image below a folder that is named after its class"
 
@@ -31,34 +31,36 @@ class ImageFolderSource(FileSource):
         super().__init__(uri, is_image, f"images ({' '.join(IMAGE_SUFFIXES)})")
 
     def entries(self) -> list[SourceFile]:
-        """The images of the splits that are used, sorted by name.
+        """Return the images of the splits that are used, sorted by name.
 
         Raises DataError where there are none, and for an image without a class.
         """
-        listed, splits = self._listed_and_splits()
-        return [image.entry for image in self._images(self._selection.chosen(listed, self.uri), splits)]
+        listed, splits = self._list_with_splits()
+        return [image.entry for image in self._find_images(self._selection.chosen(listed, self.uri), splits)]
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
-        """The images, sorted by name. A class that is new may give all classes other numbers: then each part changes.
+        """Group the images, sorted by name.
+
+        A class that is new may give all classes other numbers: then each part changes.
 
         Raises DataError.
         """
-        listed, splits = self._listed_and_splits()
-        everything = self._images([each.file for each in listed], splits)
-        images = self._images(self._selection.chosen(listed, self.uri), splits)
-        context = {"splits": splits, "class_names": list(_class_names(everything))}
-        pieces = (whole(image.entry) for image in images)
-        return group(pieces, target_bytes, context, self._selection.folder_of)
+        listed, splits = self._list_with_splits()
+        everything = self._find_images([file_of.file for file_of in listed], splits)
+        images = self._find_images(self._selection.chosen(listed, self.uri), splits)
+        context = {"splits": splits, "class_names": list(_collect_class_names(everything))}
+        pieces = (make_whole_piece(image.entry) for image in images)
+        return group_pieces(pieces, target_bytes, context, self._selection.folder_of)
 
     def read(self, part: SourcePart) -> Iterator[Record]:
-        """`{"image": uint8 [height, width, channels], "label": int, "class_names": all of them}`, sorted by key.
+        """Yield `{"image": uint8 [height, width, channels], "label": int, "class_names": all of them}`, sorted by key.
 
         With the file as it came; an image is decoded when its pixels are asked for. Raises DataError naming the file.
         """
         class_names = tuple(part.context["class_names"])
         numbers = {name: number for number, name in enumerate(class_names)}
         for document in part.pieces:
-            image = self._located(Piece.from_dict(document).file, part.context["splits"])
+            image = self._locate_image(Piece.from_dict(document).file, part.context["splits"])
             with reading_source(image.entry.uri):
                 content = storage.read_bytes(image.entry.uri)
             fields = LazyFields(
@@ -68,25 +70,29 @@ class ImageFolderSource(FileSource):
             extension = image.entry.name.rsplit(".", 1)[-1].lower()
             yield Record(image.entry.name, fields, image.split, {extension: content})
 
-    def _listed_and_splits(self) -> tuple[list[ListedFile], dict[str, str]]:
-        """All files, and the split that each of the first folders stands for: none where a hash does."""
-        listed = self.listed()
-        held_out = _held_out_folder({self._top(each.file) for each in listed}, self.uri)
+    def _list_with_splits(self) -> tuple[list[ListedFile], dict[str, str]]:
+        """List all files, and the split that each of the first folders stands for: none where a hash decides."""
+        listed = self.list_all()
+        held_out = _find_held_out_folder({self._find_top_folder(listed_file.file) for listed_file in listed}, self.uri)
         return listed, {} if held_out is None else {"train": "train", held_out: "validation"}
 
-    def _images(self, entries: list[SourceFile], splits: dict[str, str]) -> list[_Image]:
-        """Those that are used."""
-        return [self._located(entry, splits) for entry in entries if not splits or self._top(entry) in splits]
+    def _find_images(self, entries: list[SourceFile], splits: dict[str, str]) -> list[_Image]:
+        """Locate the images that are used."""
+        return [
+            self._locate_image(entry, splits)
+            for entry in entries
+            if not splits or self._find_top_folder(entry) in splits
+        ]
 
-    def _located(self, entry: SourceFile, splits: dict[str, str]) -> _Image:
-        split = splits.get(self._top(entry), "")
+    def _locate_image(self, entry: SourceFile, splits: dict[str, str]) -> _Image:
+        split = splits.get(self._find_top_folder(entry), "")
         folders = self._selection.without_dates(entry.name).split("/")[bool(split) : -1]
         if not folders:
             raise DataError("an image without a class", where=entry.uri, fix=_LAYOUT)
         return _Image(entry, split, folders[0])
 
-    def _top(self, entry: SourceFile) -> str:
-        """The first folder of a path, but for those of dates; '' for a file that is in none."""
+    def _find_top_folder(self, entry: SourceFile) -> str:
+        """Return the first folder of a path, but for those of dates; '' for a file that is in none."""
         first, has_folder, _ = self._selection.without_dates(entry.name).partition("/")
         return first if has_folder else ""
 
@@ -97,8 +103,8 @@ class _Image(NamedTuple):
     class_name: str
 
 
-def _held_out_folder(folders: set[str], where: str) -> str | None:
-    """The folder that is our validation split; None where the folders are classes.
+def _find_held_out_folder(folders: set[str], where: str) -> str | None:
+    """Return the folder that is our validation split; None where the folders are classes.
 
     Raises DataError for a lone `train`, which would be the only class.
     """
@@ -110,11 +116,11 @@ def _held_out_folder(folders: set[str], where: str) -> str | None:
             where=where,
             fix=f"name {storage.join(where, 'train')}, or add {' or '.join(HELD_OUT_NAMES)}",
         )
-    return held_out_name(folders)
+    return choose_held_out_name(folders)
 
 
-def _class_names(images: list[_Image]) -> tuple[str, ...]:
-    """The classes that are trained on. Raises DataError for an image of any other."""
+def _collect_class_names(images: list[_Image]) -> tuple[str, ...]:
+    """Return the classes that are trained on. Raises DataError for an image of any other."""
     names = {image.class_name for image in images if image.split != "validation"}
     for image in images:
         if image.class_name not in names:

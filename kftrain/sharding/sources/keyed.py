@@ -1,4 +1,4 @@
-"""Which record is which, and what the split goes by: a record's content or columns, instead of where it stands.
+"""Keys, units and splits of records by their content or columns, instead of by where they stand.
 
 By its content a record has the key `<file>:<digest>`, an equal one after it `<file>:<digest>#2`, and the split hashes
 the content alone. A part counts its own records; `ShardedDataset.group_keys` counts on over all parts.
@@ -20,12 +20,12 @@ import numpy as np
 from kftrain.data.schema import Record, Source, SourcePart
 from kftrain.data.settings import CONTENT_KEY, DataConfig
 from kftrain.errors import DataError
-from kftrain.sharding.canonical import canonical
-from kftrain.sharding.parts.content import content_of
+from kftrain.sharding.canonical import encode_canonically
+from kftrain.sharding.parts.content import select_content
 
 HASH_VALUES = 1 << 64
 DIGEST_CHARACTERS = 24
-"""A key shows so much of its content's digest: 96 bits."""
+"""Characters of its content's digest in a key: 96 bits."""
 
 
 class KeyedSource:
@@ -45,66 +45,69 @@ class KeyedSource:
         self.parts = source.parts
 
     def read(self, part: SourcePart) -> Iterator[Record]:
-        """The records of a part. Raises DataError for one without a value in a column, beside what the source does."""
-        for record in self._named(self._source.read(part)):
+        """Yield the records of a part.
+
+        Raises DataError for one without a value in a column, beside what the source does.
+        """
+        for record in self._name_records(self._source.read(part)):
             if self._data.stratify and not record.split:
                 fraction = int(self._data.validation_fraction * HASH_VALUES)
-                limit = self.strata.get(_text_of(record, "stratify", self._data.stratify), fraction)
-                is_held_out = hash_of(record.unit or record.key) < limit
+                limit = self.strata.get(_read_column(record, "stratify", self._data.stratify), fraction)
+                is_held_out = hash_name(record.unit or record.key) < limit
                 record = replace(record, split="validation" if is_held_out else "train")
             yield record
 
     def records(self) -> Iterator[Record]:
-        """All records. Raises as `read` does."""
+        """Yield all records. Raises as `read` does."""
         return (record for part in self.parts(1 << 62) for record in self.read(part))
 
     def learn_strata(self, known: Mapping[str, int] | None = None) -> None:
-        """Takes the thresholds that are known, or reads everything for them. Raises DataError."""
+        """Take the thresholds that are known, or read everything for them. Raises DataError."""
         self.strata = dict(known or {})
         hashes: dict[str, array[int]] = defaultdict(lambda: array("Q"))
-        for record in self._named(self._source.records()) if self._data.stratify and not known else ():
-            hashes[_text_of(record, "stratify", self._data.stratify)].append(hash_of(record.unit or record.key))
+        for record in self._name_records(self._source.records()) if self._data.stratify and not known else ():
+            hashes[_read_column(record, "stratify", self._data.stratify)].append(hash_name(record.unit or record.key))
         fraction = self._data.validation_fraction
-        for name, found in hashes.items():
-            ordered = np.unique(found)
+        for name, stratum in hashes.items():
+            ordered = np.unique(stratum)
             self.largest_stratum = max(self.largest_stratum, len(ordered))
             num_held_out = min(len(ordered) - 1, max(1, int(fraction * len(ordered) + 0.5)))
             lowest = int(ordered[num_held_out - 1]) + 1 if num_held_out else 0
             self.strata[name] = min(max(int(fraction * HASH_VALUES), lowest), int(ordered[num_held_out]))
 
-    def _named(self, records: Iterator[Record]) -> Iterator[Record]:
+    def _name_records(self, records: Iterator[Record]) -> Iterator[Record]:
         key, group = self._data.key, self._data.group
         counts = Counter[str]()
         for record in records:
-            unit = _text_of(record, "group", group) if group else record.unit
+            unit = _read_column(record, "group", group) if group else record.unit
             if key == CONTENT_KEY:
-                digest = _content_digest(record)
+                digest = _digest_content(record)
                 name = "".join(record.key.rpartition(":")[:2]) + digest[:DIGEST_CHARACTERS]
                 counts[name] += 1
                 number = f"#{counts[name]}" if counts[name] > 1 else ""
                 record = replace(record, key=name + number, unit=unit or digest, place=record.key)
             elif key or unit:
-                record = replace(record, key=_text_of(record, "key", key) if key else record.key, unit=unit)
+                record = replace(record, key=_read_column(record, "key", key) if key else record.key, unit=unit)
             yield record
 
 
-def hash_of(name: str) -> int:
+def hash_name(name: str) -> int:
     """Compute what the split goes by: the first 64 bits of the sha256 of a name."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
-def _content_digest(record: Record) -> str:
-    content = content_of(record, ())
+def _digest_content(record: Record) -> str:
+    content = select_content(record, ())
     if isinstance(content.get("class_names"), tuple):  # those of all images
         del content["class_names"]
     try:
-        return hashlib.sha256(b"".join(canonical(content))).hexdigest()
+        return hashlib.sha256(b"".join(encode_canonically(content))).hexdigest()
     except TypeError as error:
         what = f"a column holds a {error}, which has no digest"
         raise DataError(what, where=record.key, fix="name the column of its key in data.key") from error
 
 
-def _text_of(record: Record, setting: str, column: str) -> str:
+def _read_column(record: Record, setting: str, column: str) -> str:
     value = record.fields.get(column)
     if isinstance(value, bytes):  # the text
         value = value.decode("utf-8", "replace")

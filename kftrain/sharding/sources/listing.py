@@ -15,12 +15,13 @@ from kftrain.data.time_window import from_nanoseconds
 from kftrain.errors import DataError
 
 STATE = "state of the file"
-"""In a line of a listing. Nothing is known by it, so that a copy of the files gives the same dataset."""
+"""Key of a file's state in a line of a listing. Nothing is known by it, so that a copy of the files gives the same
+dataset."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source."""
+    """File of a source, with what shows that it has changed."""
 
     name: str
     """Path relative to the listed folder, with `/`."""
@@ -29,10 +30,10 @@ class SourceFile:
     version: str
     """Modification time or, where a store has one, the entity tag."""
     state: str = ""
-    """What changes where content is replaced and all the others stay: `ctime`, or the version of an object."""
+    """Text that changes where content is replaced and all the others stay: `ctime`, or the version of an object."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Its line in a source's listing."""
+        """Return its line in a source's listing."""
         return {"name": self.name, "size_bytes": self.size_bytes, "version": self.version, STATE: self.state}
 
 
@@ -41,12 +42,12 @@ class ListedFile(NamedTuple):
 
     file: SourceFile
     modified: datetime | None
-    """In UTC; None where the store does not say."""
+    """Time in UTC; None where the store does not say."""
 
 
 @contextlib.contextmanager
 def reading_source(where: str) -> Iterator[None]:
-    """Makes what goes wrong while reading raw data a DataError that names the file."""
+    """Turn what goes wrong while reading raw data into a DataError that names the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -55,8 +56,8 @@ def reading_source(where: str) -> Iterator[None]:
         raise DataError(f"cannot be read: {error}", where=where, fix="check its permissions") from error
 
 
-def listing_digests(listing: list[dict[str, Any]]) -> tuple[str, str]:
-    """The digest of a source's listing, and that of the states of its files."""
+def digest_listing(listing: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the digest of a source's listing, and that of the states of its files."""
     known = [{k: v for k, v in line.items() if k != STATE} if isinstance(line, dict) else line for line in listing]
     return storage.digest_json(known), storage.digest_json([STATE in line and line[STATE] for line in listing])
 
@@ -64,51 +65,49 @@ def listing_digests(listing: list[dict[str, Any]]) -> tuple[str, str]:
 def list_files(
     uri: str, wanted: Callable[[str], bool], skipped_folders: frozenset[str] = frozenset()
 ) -> list[SourceFile]:
-    """As `list_with_times`, without the times."""
+    """List files as `list_with_times`, without the times."""
     return [listed.file for listed in list_with_times(uri, wanted, skipped_folders)]
 
 
 def list_with_times(
     uri: str, wanted: Callable[[str], bool], skipped_folders: frozenset[str] = frozenset()
 ) -> list[ListedFile]:
-    """The regular files below a folder, or the one file at `uri`, whose name is wanted; sorted by name.
+    """List the regular files below a folder, or the one file at `uri`, whose name is wanted; sorted by name.
 
     Hidden files and folders are left out, and so are folders of a name in `skipped_folders`, at any depth. Links are
     followed. Raises DataError where something cannot be read, and for a link to a folder that it lies in.
     """
     with reading_source(uri):
-        entries = (
-            _local_entries(uri, skipped_folders) if storage.is_local(uri) else _remote_entries(uri, skipped_folders)
-        )
+        entries = _list_local(uri, skipped_folders) if storage.is_local(uri) else _list_remote(uri, skipped_folders)
         return sorted((entry for entry in entries if wanted(entry.file.name)), key=lambda entry: entry.file.name)
 
 
-def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFile]:
+def _list_local(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFile]:
     root = storage.local_path(uri)
     if not root.is_dir():
-        yield from _listed(root.name, str(root), root.stat())
+        yield from _list_regular(root.name, str(root), root.stat())
         return
-    folders = [(str(root), "", frozenset({_identity(root.stat())}))]
+    folders = [(str(root), "", frozenset({_identify(root.stat())}))]
     while folders:
         folder, prefix, above = folders.pop()
         with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
-                if _hidden(entry.name) or (status := _status(entry)) is None:
+                if _hidden(entry.name) or (status := _read_status(entry)) is None:
                     continue
                 if not stat.S_ISDIR(status.st_mode):
-                    yield from _listed(prefix + entry.name, entry.path, status)
+                    yield from _list_regular(prefix + entry.name, entry.path, status)
                 elif entry.name not in skipped_folders:
-                    if _identity(status) in above:
+                    if _identify(status) in above:
                         raise DataError("the link leads to a folder that it lies in", where=entry.path, fix="delete it")
-                    folders.append((entry.path, f"{prefix}{entry.name}/", above | {_identity(status)}))
+                    folders.append((entry.path, f"{prefix}{entry.name}/", above | {_identify(status)}))
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
+def _identify(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """Of the file or folder itself where it is a link; None where it has just gone.
+def _read_status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """Return the status of an entry, through links; None where it has just gone.
 
     Raises DataError with the name of a link that leads nowhere.
     """
@@ -124,18 +123,18 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
         ) from error
 
 
-def _listed(name: str, path: str, status: os.stat_result) -> Iterator[ListedFile]:
-    """A regular file; nothing for any other."""
+def _list_regular(name: str, path: str, status: os.stat_result) -> Iterator[ListedFile]:
+    """Yield a regular file; nothing for any other."""
     if stat.S_ISREG(status.st_mode):
         file = SourceFile(name, path, status.st_size, str(status.st_mtime_ns), str(status.st_ctime_ns))
         yield ListedFile(file, from_nanoseconds(status.st_mtime_ns))
 
 
-def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFile]:
-    found = storage.find(uri)
-    if not found:
+def _list_remote(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFile]:
+    objects = storage.find(uri)
+    if not objects:
         raise FileNotFoundError(uri)
-    for path, (name, info) in found.items():
+    for path, (name, info) in objects.items():
         parts = name.split("/")
         if not any(map(_hidden, parts)) and skipped_folders.isdisjoint(parts[:-1]):
             state = str(info.get("VersionId") or info.get("generation") or "")
@@ -144,7 +143,10 @@ def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[Liste
 
 
 def is_hidden(name: str) -> bool:
-    """Whether it is no data, as Spark's `_SUCCESS` and `_temporary/`. Prose and source code may be called so."""
+    """Tell whether a name is no data, as Spark's `_SUCCESS` and `_temporary/`.
+
+    Prose and source code may be called so.
+    """
     return name.startswith("_") or "/_" in name
 
 

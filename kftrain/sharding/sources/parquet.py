@@ -12,11 +12,11 @@ from kftrain.data.schema import Record
 from kftrain.errors import DataError
 from kftrain.sharding.sources.file_source import FileSource
 from kftrain.sharding.sources.listing import SourceFile, reading_source
-from kftrain.sharding.sources.pieces import Piece, whole
-from kftrain.sharding.sources.tables import batch_rows, find_columns, python_rows
+from kftrain.sharding.sources.pieces import Piece, make_whole_piece
+from kftrain.sharding.sources.tables import count_batch_rows, find_columns, iterate_rows
 
 READ_BYTES = 32 << 20
-"""What is read ahead of a file, all columns together; a row group may be far larger."""
+"""Bytes that are read ahead of a file, all columns together; a row group may be far larger."""
 
 MIN_COLUMN_READ_BYTES = 1 << 16
 
@@ -32,11 +32,15 @@ class ParquetSource(FileSource):
         self._text_field = text_field
 
     def pieces(self, file: SourceFile, target_bytes: int) -> Iterator[Piece]:
-        """Ranges of row groups. Raises DataError naming the file."""
+        """Yield ranges of row groups. Raises DataError naming the file."""
         if file.size_bytes <= target_bytes:
-            yield whole(file)
+            yield make_whole_piece(file)
             return
-        with reading_source(file.uri), storage.open_read(file.uri, read_ahead=False) as stream, _decoding(file.uri):
+        with (
+            reading_source(file.uri),
+            storage.open_read(file.uri, read_ahead=False) as stream,
+            _report_damage(file.uri),
+        ):
             metadata = load_library("pyarrow.parquet").read_metadata(stream)
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         start = size = rows = 0
@@ -49,41 +53,41 @@ class ParquetSource(FileSource):
                 start, size, rows, first = stop, 0, 0, first + rows
 
     def read_piece(self, piece: Piece) -> Iterator[Record]:
-        """All columns of each row, with `text` as UTF-8 bytes, or `image` as pixels and `label`.
+        """Yield all columns of each row, with `text` as UTF-8 bytes, or `image` as pixels and `label`.
 
         Raises DataError naming file and row.
         """
         with reading_source(piece.file.uri), storage.open_read(piece.file.uri, read_ahead=False) as stream:
-            yield from self._records(piece, stream)
+            yield from self._read_records(piece, stream)
 
-    def _records(self, piece: Piece, stream: BinaryIO) -> Iterator[Record]:
+    def _read_records(self, piece: Piece, stream: BinaryIO) -> Iterator[Record]:
         entry, first = piece.file, piece.first
 
         def where(number: int) -> str:
             return f"{entry.uri}:{number}"
 
-        with _decoding(entry.uri):
-            file, rows_per_batch = _parquet_file(stream)
+        with _report_damage(entry.uri):
+            file, rows_per_batch = _open_parquet(stream)
             groups = range(piece.start, piece.stop) if piece.stop else None
             schema, batches = file.schema_arrow, file.iter_batches(rows_per_batch, groups, use_threads=False)
         columns = find_columns(schema, self._text_field, entry.uri)
         while True:
-            with _decoding(where(first)):
+            with _report_damage(where(first)):
                 batch = next(batches, None)
             if batch is None:
                 return
-            for number, row in python_rows(batch, first, where):
-                yield columns.record(f"{entry.name}:{number}", row, "", where(number))
+            for number, row in iterate_rows(batch, first, where):
+                yield columns.make_record(f"{entry.name}:{number}", row, "", where(number))
             first += batch.num_rows
 
 
 def is_parquet(name: str) -> bool:
-    """Whether a file counts as Parquet, by its suffix."""
+    """Tell whether a file counts as Parquet, by its suffix."""
     return name.lower().endswith(".parquet")
 
 
-def _parquet_file(stream: BinaryIO) -> tuple[Any, int]:
-    """The opened `pyarrow.parquet.ParquetFile` and how many of its rows make a batch."""
+def _open_parquet(stream: BinaryIO) -> tuple[Any, int]:
+    """Open a `pyarrow.parquet.ParquetFile`; return it, and how many of its rows make a batch."""
     parquet = load_library("pyarrow.parquet")
     metadata = parquet.read_metadata(stream)
     file = parquet.ParquetFile(
@@ -94,12 +98,12 @@ def _parquet_file(stream: BinaryIO) -> tuple[Any, int]:
         page_checksum_verification=True,
     )
     num_bytes = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
-    return file, batch_rows(num_bytes, metadata.num_rows)
+    return file, count_batch_rows(num_bytes, metadata.num_rows)
 
 
 @contextlib.contextmanager
-def _decoding(where: str) -> Iterator[None]:
-    """Makes what pyarrow raises for damaged content a DataError; the operating system's own errors pass."""
+def _report_damage(where: str) -> Iterator[None]:
+    """Turn what pyarrow raises for damaged content into a DataError; the operating system's own errors pass."""
     arrow = load_library("pyarrow")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where raw data comes from: `resolve` turns `data.source` into something that lists and yields records.
+"""Resolving `data.source`: the name becomes something that lists and yields records.
 
     stdlib          the running Python's standard library, one record per module      {"text": bytes}
     digits          scikit-learn's 8 x 8 images of digits                             {"image": uint8, "label": int}
@@ -31,13 +31,13 @@ from kftrain.errors import ConfigError, DataError
 from kftrain.sharding.sources.digits import DigitsSource
 from kftrain.sharding.sources.huggingface import HuggingFaceSource, is_saved_dataset
 from kftrain.sharding.sources.images import ImageFolderSource
-from kftrain.sharding.sources.keyed import HASH_VALUES, hash_of
+from kftrain.sharding.sources.keyed import HASH_VALUES, hash_name
 from kftrain.sharding.sources.listing import is_hidden, list_files, reading_source
 from kftrain.sharding.sources.parquet import ParquetSource, is_parquet
 from kftrain.sharding.sources.text import JsonLinesSource, StdlibSource, TextFolderSource, is_json_lines, is_text
 from kftrain.sharding.sources.user import UserSource
 from kftrain.sharding.sources.webdataset import WebDatasetSource, is_shard, is_shard_pattern
-from kftrain.sharding.sources.windowed import within_window
+from kftrain.sharding.sources.windowed import restrict_to_window
 
 BUILT_IN: dict[str, Callable[[], Source]] = {"stdlib": StdlibSource, "digits": DigitsSource}
 
@@ -68,11 +68,11 @@ _USERS, _SAVED_DATASET = "a user's own", "a saved data set"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")
 
 KNOWN = "text files, .jsonl, .parquet, .tar, images in folders of their class, a saved Hugging Face data set"
-"""What a path may lead to, for messages."""
+"""Kinds of data that a path may lead to, for messages."""
 
 
 def resolve(data: DataConfig) -> Source:
-    """The source that `data.source` names.
+    """Open the source that `data.source` names.
 
     Raises ConfigError for an unknown name, DataError for a path where nothing is, or nothing of one known kind.
     """
@@ -80,7 +80,7 @@ def resolve(data: DataConfig) -> Source:
 
 
 def source_kind(data: DataConfig, progress: Progress = lambda line: None) -> str:
-    """What kind of source `data.source` names: for `open_kind`, in another process, too. Raises as `resolve` does.
+    """Find what kind of source `data.source` names: for `open_kind`, in another process, too. Raises as `resolve` does.
 
     `progress` is told how many files of no known kind are left out; where they are most, that is a DataError.
     """
@@ -89,16 +89,16 @@ def source_kind(data: DataConfig, progress: Progress = lambda line: None) -> str
         return name
     if plugins.is_plugin(name):
         return _USERS
-    if not _is_there(name):
+    if not _exists(name):
         if is_shard_pattern(name):
             return SHARDS.name
-        raise _missing(name)
+        raise _make_missing_error(name)
     names = [entry.name for entry in list_files(name, lambda _: True)]
     if is_saved_dataset(names):
         return _SAVED_DATASET
-    kind = _only_kind(names, name)
-    others = [each for each in names if not (kind.matches(each) or is_hidden(each))]
-    unknown = [each for each in others if kind is not TEXT or each.endswith(COMPRESSED)]
+    kind = _find_kind(names, name)
+    others = [name for name in names if not (kind.matches(name) or is_hidden(name))]
+    unknown = [name for name in others if kind is not TEXT or name.endswith(COMPRESSED)]
     what = f"{len(unknown):,} of {len(names):,} files are left out, which are no {kind.name}: {', '.join(unknown[:3])}"
     if 2 * len(unknown) > len(names):
         raise DataError(what, where=name, fix="unpack or convert them, or move them away")
@@ -108,32 +108,32 @@ def source_kind(data: DataConfig, progress: Progress = lambda line: None) -> str
 
 
 def with_content_keys(data: DataConfig, kind: str) -> DataConfig:
-    """The same, with `data.key` filled in for records that have no name but the number of their line or row."""
+    """Fill in `data.key` for records that have no name but the number of their line or row."""
     is_numbered = kind in ("JSON lines", "Parquet", _SAVED_DATASET) and not data.key
     return data.model_copy(update={"key": CONTENT_KEY}) if is_numbered else data
 
 
 def open_kind(kind: str, data: DataConfig, times_uri: str = "") -> Source:
-    """The source of a kind that `source_kind` has found, or what of it lies in `data.window`.
+    """Open the source of a kind that `source_kind` has found, or what of it lies in `data.window`.
 
-    `times_uri`: a folder for what is remembered of the times of records; empty: nothing is.
-    Raises ConfigError, UserCodeError.
+    `times_uri`: a folder for what is remembered of the times of records; empty: nothing is. Raises ConfigError,
+    UserCodeError.
     """
-    return within_window(_open(kind, data), data, times_uri)
+    return restrict_to_window(_open_unwindowed(kind, data), data, times_uri)
 
 
-def _open(kind: str, data: DataConfig) -> Source:
+def _open_unwindowed(kind: str, data: DataConfig) -> Source:
     if kind in BUILT_IN:
         return BUILT_IN[kind]()
     if kind == _USERS:
         return UserSource(data.source)
     if kind == _SAVED_DATASET:
         return HuggingFaceSource(data.source, data.text_field)
-    return {each.name: each for each in FILE_KINDS}[kind].open(data)
+    return {file_kind.name: file_kind for file_kind in FILE_KINDS}[kind].open(data)
 
 
-def split_of(record: Record, validation_fraction: float, name: str = "") -> str:
-    """The record's own split or, where it has none, one by the sha256 of a name: other records do not move it.
+def choose_split(record: Record, validation_fraction: float, name: str = "") -> str:
+    """Return the record's own split or, where it has none, one by the sha256 of a name: other records do not move it.
 
     `name`: what must not be torn apart; empty: the record's unit, or its key.
     """
@@ -141,11 +141,11 @@ def split_of(record: Record, validation_fraction: float, name: str = "") -> str:
         if record.split not in SPLITS:
             raise DataError("a record's split is 'train' or 'validation'", where=record.key, value=record.split)
         return record.split
-    is_held_out = hash_of(name or record.unit or record.key) < validation_fraction * HASH_VALUES
+    is_held_out = hash_name(name or record.unit or record.key) < validation_fraction * HASH_VALUES
     return "validation" if is_held_out else "train"
 
 
-def empty_split(split: str, data: DataConfig, largest_stratum: int = 0) -> DataError:
+def make_empty_split_error(split: str, data: DataConfig, largest_stratum: int = 0) -> DataError:
     """Describe a source that has nothing for a split. `largest_stratum`: its different records; 0: none was counted."""
     if split == "validation" and largest_stratum == 1:
         what, fix = "every stratum has one record", "name a column in data.stratify whose values come again"
@@ -154,36 +154,36 @@ def empty_split(split: str, data: DataConfig, largest_stratum: int = 0) -> DataE
     return DataError(f"no samples for the {split} split", where=data.source, value=data.validation_fraction, fix=fix)
 
 
-def _only_kind(names: list[str], where: str) -> FileKind:
-    """The kind of the files. Pictures beside text illustrate it; any other mixture is refused."""
+def _find_kind(names: list[str], where: str) -> FileKind:
+    """Find the kind of the files. Pictures beside text illustrate it; any other mixture is refused."""
     seen = dict.fromkeys(FILE_KINDS, [name for name in names if not is_hidden(name)] or names) | {TEXT: names}
-    found = {kind: name for kind, those in seen.items() if (name := next(filter(kind.matches, those), None))}
-    if TEXT in found:
-        found.pop(IMAGES, None)
-    if not found:
+    examples = {kind: name for kind, those in seen.items() if (name := next(filter(kind.matches, those), None))}
+    if TEXT in examples:
+        examples.pop(IMAGES, None)
+    if not examples:
         raise DataError("the source has no files of a known kind", where=where, fix=f"known: {KNOWN}")
-    if len(found) > 1:
-        (one, first), (other, second), *_ = found.items()
+    if len(examples) > 1:
+        (one, first), (other, second), *_ = examples.items()
         raise DataError(
             f"the folder holds both {one.name} ({first}) and {other.name} ({second})",
             where=where,
             fix="name a file, or a folder with one kind only",
         )
-    return next(iter(found))
+    return next(iter(examples))
 
 
 def require_there(name: str) -> None:
-    """Raises ConfigError or DataError for a path of this machine where nothing is, and for what is no path."""
-    if storage.is_local(name) and not is_shard_pattern(name) and not _is_there(name):
-        raise _missing(name)
+    """Raise ConfigError or DataError for a path of this machine where nothing is, and for what is no path."""
+    if storage.is_local(name) and not is_shard_pattern(name) and not _exists(name):
+        raise _make_missing_error(name)
 
 
-def _is_there(name: str) -> bool:
+def _exists(name: str) -> bool:
     with reading_source(name):
         return storage.exists(name)
 
 
-def _missing(name: str) -> ConfigError | DataError:
+def _make_missing_error(name: str) -> ConfigError | DataError:
     if "/" in name or any(kind.matches(name) for kind in FILE_KINDS):
         return DataError("there is no such file or folder", where="data.source", value=name, fix="check the path")
     near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)

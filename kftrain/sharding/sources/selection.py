@@ -1,4 +1,4 @@
-"""Which files of a source lie in its window of time: by the dates in their paths, or by when they were written."""
+"""Selection of files that lie in a window of time, by dates in their paths or by when they were written."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kftrain.run.watermark import read_names, read_watermark
 from kftrain.sharding.sources.listing import ListedFile, SourceFile
 
 DATE_COLUMN = "date"
-"""What the date in a path is called, unless `data.window.column` says otherwise."""
+"""Name of the date in a path, unless `data.window.column` says otherwise."""
 
 LATE = "late"
-"""In the listing of a window: the file came too late for the windows before, or may hold records that did."""
+"""Key in the listing of a window: the file came too late for the windows before, or may hold records that did."""
 
 
 class AskedFiles:
-    """What a window asks of one source: what lies in it and, after a watermark, what came too late for those before.
+    """Request of a window to one source: what lies in it and, after a watermark, what came too late for those before.
 
     `window` begins where this source was trained on up to, which is not where others were; `whole` has all time before
     it, too, of which files that were not read are.
@@ -38,25 +38,25 @@ class AskedFiles:
         self._names_before = read_names(config.watermark, source)
 
     def is_new(self, name: str) -> bool:
-        """Whether no window before this one, if there were any, has read a file."""
+        """Tell whether no window before this one, if there were any, has read a file."""
         return self.whole != self.window and name not in self._names_before
 
     def is_late(self, moment: datetime, name: str) -> bool:
-        """Whether a file of a time before the window came too late for those before."""
+        """Tell whether a file of a time before the window came too late for those before."""
         return self.whole.start <= moment < self.window.start and self.is_new(name)
 
 
 class Selection:
-    """All files, sorted by name."""
+    """Selection of all files, sorted by name."""
 
     late_names: frozenset[str] = frozenset()
     """Files among the chosen ones that came late."""
     folder_of: Callable[[str], str] | None = None
-    """Of a file's name; what no part of the source reaches beyond."""
+    """Function from a file's name to the folder that no part of the source reaches beyond."""
 
     def chosen(self, listed: Sequence[ListedFile], where: str) -> list[SourceFile]:
         """The files that are selected. Raises DataError for a file of no known time; EmptyWindowError."""
-        return [each.file for each in listed]
+        return [listed_file.file for listed_file in listed]
 
     def without_dates(self, name: str) -> str:
         """The name of a file without the folders that only say its time."""
@@ -69,17 +69,20 @@ class _InWindow(Selection):
     def __init__(self, config: WindowConfig, source: str) -> None:
         self._asked = AskedFiles(config, source)
 
-    def _within(self, found: list[tuple[datetime, SourceFile]], where: str) -> list[tuple[datetime, SourceFile]]:
-        late = frozenset(file.name for moment, file in found if self._asked.is_late(moment, file.name))
-        chosen = [each for each in found if self._asked.window.holds(each[0]) or each[1].name in late]
+    def _choose_within(self, dated: list[tuple[datetime, SourceFile]], where: str) -> list[tuple[datetime, SourceFile]]:
+        late = frozenset(file.name for moment, file in dated if self._asked.is_late(moment, file.name))
+        chosen = [pair for pair in dated if self._asked.window.holds(pair[0]) or pair[1].name in late]
         if not chosen:
-            raise empty_window(where, self._asked.window)
+            raise make_empty_window_error(where, self._asked.window)
         self.late_names = late
         return chosen
 
 
 class ByPath(_InWindow):
-    """Those of the partitions that end in the window. Each partition is encoded by itself: none changes another."""
+    """Select files of the partitions that end in the window.
+
+    Each partition is encoded by itself: none changes another.
+    """
 
     def __init__(self, config: WindowConfig, source: str) -> None:
         super().__init__(config, source)
@@ -89,18 +92,20 @@ class ByPath(_InWindow):
         self.folder_of = self._folder_of
 
     def chosen(self, listed: Sequence[ListedFile], where: str) -> list[SourceFile]:
-        """Sorted by name. Partitions of no known time (`__HIVE_DEFAULT_PARTITION__`) are told of, and in no window.
+        """Return the files sorted by name.
+
+        Partitions of no known time (`__HIVE_DEFAULT_PARTITION__`) are told of, and in no window.
 
         Raises DataError for a file in no partition, and where the time of none is known.
         """
         last_moments: dict[str, datetime | None] = {}
-        found: list[tuple[datetime, SourceFile]] = []
+        dated: list[tuple[datetime, SourceFile]] = []
         for file, _ in listed:
             folder = file.name.rpartition("/")[0]
             if folder not in last_moments:
-                last_moments[folder] = self._last_moment(file)
+                last_moments[folder] = self._find_last_moment(file)
             if (moment := last_moments[folder]) is not None:
-                found.append((moment, file))
+                dated.append((moment, file))
         unknown = [folder for folder, moment in last_moments.items() if moment is None]
         counts = f"{len(unknown):,} of {len(last_moments):,} partitions are of no known time: {', '.join(unknown[:3])}"
         if len(unknown) == len(last_moments):
@@ -108,17 +113,17 @@ class ByPath(_InWindow):
         if unknown and not self._is_told:
             to_log(f"{counts}; no window has them")
         self._is_told = True
-        return [file for _, file in self._within(found, where)]
+        return [file for _, file in self._choose_within(dated, where)]
 
     def without_dates(self, name: str) -> str:
-        """Without `date=…`, `hour=…` and the like."""
+        """Remove `date=…`, `hour=…` and the like."""
         keys = {self._column, "year", "month", "day", "hour"}
         return "/".join(part for part in name.split("/") if part.partition("=")[0] not in keys)
 
     def _folder_of(self, name: str) -> str:
         return partition_of(name, self._column, self._zone).folder
 
-    def _last_moment(self, file: SourceFile) -> datetime | None:
+    def _find_last_moment(self, file: SourceFile) -> datetime | None:
         try:
             return partition_of(file.name, self._column, self._zone).last_moment
         except ValueError as error:
@@ -129,22 +134,27 @@ class ByPath(_InWindow):
 
 
 class ByTime(_InWindow):
-    """Those that were written in the window, in the order in which they were: what is old goes from one end."""
+    """Select files that were written in the window, in the order in which they were: what is old goes from one end."""
 
     def chosen(self, listed: Sequence[ListedFile], where: str) -> list[SourceFile]:
-        """Sorted by time, then by name. Raises DataError where the store does not say when a file was written."""
-        found: list[tuple[datetime, SourceFile]] = []
+        """Return the files sorted by time, then by name.
+
+        Raises DataError where the store does not say when a file was written.
+        """
+        dated: list[tuple[datetime, SourceFile]] = []
         for file, modified in listed:
             if modified is None:
                 fix = "use data.window.by: path or column"
                 raise DataError("its store does not say when it was written", where=file.uri, fix=fix)
-            found.append((modified, file))
-        ordered = sorted(self._within(found, where), key=lambda each: (each[0], each[1].name))
+            dated.append((modified, file))
+        ordered = sorted(
+            self._choose_within(dated, where), key=lambda listed_file: (listed_file[0], listed_file[1].name)
+        )
         return [file for _, file in ordered]
 
 
-def empty_window(where: str, window: object) -> EmptyWindowError:
-    """Of a source that has nothing in a window."""
+def make_empty_window_error(where: str, window: object) -> EmptyWindowError:
+    """Make the error of a source that has nothing in a window."""
     return EmptyWindowError(
         "nothing of the source lies in the window", where=where, value=str(window), fix="wait for data, or widen it"
     )

@@ -1,4 +1,4 @@
-"""Rows of Arrow tables as records: which column is the text, or the image and its label, and how rows are converted.
+"""Rows of Arrow tables as records: finding the columns of text, or of image and label, and converting rows.
 
 Parquet files and Hugging Face's data sets are both read in batches of such rows.
 """
@@ -17,14 +17,14 @@ from kftrain.data.schema import Lazy, LazyFields, Record
 from kftrain.errors import DataError
 
 BATCH_BYTES = 4 << 20
-"""What a batch of rows is to take, judged by the mean of all rows."""
+"""Bytes that a batch of rows is to take, judged by the mean of all rows."""
 
 MAX_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a table make a record: a text, or an image and its label."""
+    """Columns of a table that make a record: a text, or an image and its label."""
 
     text: str = ""
     image: str = ""
@@ -32,15 +32,15 @@ class Columns:
     class_names: tuple[str, ...] = ()
     """Names of the labels, where the table knows them."""
 
-    def record(self, key: str, row: dict[str, Any], split: str, where: str) -> Record:
-        """All columns of a row, with `text` as UTF-8 bytes, or `image` and `label`. Raises DataError.
+    def make_record(self, key: str, row: dict[str, Any], split: str, where: str) -> Record:
+        """Return all columns of a row, with `text` as UTF-8 bytes, or `image` and `label`. Raises DataError.
 
         An image is decoded when its pixels are asked for.
         """
         if self.text:
             return Record(key, with_text(row, self.text, where), split)
         names = {"class_names": self.class_names} if self.class_names else {}
-        content = _image_bytes(row[self.image], where)
+        content = _read_image_bytes(row[self.image], where)
         values = {name: value for name, value in row.items() if name != "image"}
         fields = LazyFields(
             {**values, "label": row[self.label], **names}, {"image": Lazy(content, partial(decode_image, where=where))}
@@ -50,17 +50,20 @@ class Columns:
 
 
 def find_columns(schema: Any, text_field: str, where: str) -> Columns:
-    """The columns of a `pyarrow.Schema`: `text_field` or, where there is no such column, an image and a label.
+    """Find the columns of a `pyarrow.Schema`: `text_field` or, where there is no such column, an image and a label.
 
-    A column counts as the image or the label by its name or, if it is the only one, by what Hugging Face's
-    `datasets` noted in the schema. Raises DataError where there is neither.
+    A column counts as the image or the label by its name or, if it is the only one, by what Hugging Face's `datasets`
+    noted in the schema. Raises DataError where there is neither.
     """
     if len(set(schema.names)) < len(schema.names):
         raise DataError("two columns have the same name", where=where, value=schema.names, fix="rename one")
     if text_field in schema.names:
-        return _text_column(schema, text_field, where)
-    features = _features(schema)
-    image, label = _named(schema, features, "image", "Image"), _named(schema, features, "label", "ClassLabel")
+        return _require_text_column(schema, text_field, where)
+    features = _read_features(schema)
+    image, label = (
+        _find_column(schema, features, "image", "Image"),
+        _find_column(schema, features, "label", "ClassLabel"),
+    )
     if not image or not label or not _holds_images(schema.field(image).type):
         raise DataError(
             f"neither a column '{text_field}' of text nor columns 'image' and 'label'",
@@ -71,13 +74,13 @@ def find_columns(schema: Any, text_field: str, where: str) -> Columns:
     return Columns(image=image, label=label, class_names=tuple(features.get(label, {}).get("names") or ()))
 
 
-def batch_rows(num_bytes: int, num_rows: int) -> int:
-    """Rows of a batch of about `BATCH_BYTES`, for a table of that size."""
+def count_batch_rows(num_bytes: int, num_rows: int) -> int:
+    """Compute the rows of a batch of about `BATCH_BYTES`, for a table of that size."""
     return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
-def python_rows(batch: Any, first: int, where: Callable[[int], str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and values of each row of a `pyarrow.RecordBatch` or table whose first row has the number `first`.
+def iterate_rows(batch: Any, first: int, where: Callable[[int], str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number and values of each row of a `pyarrow.RecordBatch` or table whose first row has the number `first`.
 
     Raises DataError at `where(number)` for a row with a value that Python cannot hold.
     """
@@ -89,13 +92,13 @@ def python_rows(batch: Any, first: int, where: Callable[[int], str]) -> Iterator
                 f"a value cannot be read: {error}", where=where(first), fix="correct or delete the row"
             ) from error
         half = batch.num_rows // 2
-        yield from python_rows(batch.slice(0, half), first, where)
-        yield from python_rows(batch.slice(half), first + half, where)
+        yield from iterate_rows(batch.slice(0, half), first, where)
+        yield from iterate_rows(batch.slice(half), first + half, where)
     else:
         yield from enumerate(rows, start=first)
 
 
-def _text_column(schema: Any, name: str, where: str) -> Columns:
+def _require_text_column(schema: Any, name: str, where: str) -> Columns:
     kinds, kind = load_library("pyarrow").types, schema.field(name).type
     if kinds.is_dictionary(kind):
         kind = kind.value_type
@@ -104,16 +107,16 @@ def _text_column(schema: Any, name: str, where: str) -> Columns:
     return Columns(text=name)
 
 
-def _named(schema: Any, features: dict[str, dict[str, Any]], name: str, kind: str) -> str:
-    """The column of that name, else the only one of a kind, else ''."""
+def _find_column(schema: Any, features: dict[str, dict[str, Any]], name: str, kind: str) -> str:
+    """Return the column of that name, else the only one of a kind, else ''."""
     if name in schema.names:
         return name
     of_kind = [column for column in schema.names if features.get(column, {}).get("_type") == kind]
     return of_kind[0] if len(of_kind) == 1 else ""
 
 
-def _features(schema: Any) -> dict[str, dict[str, Any]]:
-    """What `datasets` noted about the columns; empty where a table comes from elsewhere."""
+def _read_features(schema: Any) -> dict[str, dict[str, Any]]:
+    """Read what `datasets` noted about the columns; empty where a table comes from elsewhere."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, ValueError, TypeError):
@@ -128,7 +131,7 @@ def _holds_images(kind: Any) -> bool:
     return bool(kinds.is_binary(kind) or kinds.is_large_binary(kind) or kinds.is_binary_view(kind))
 
 
-def _image_bytes(value: Any, where: str) -> bytes:
+def _read_image_bytes(value: Any, where: str) -> bytes:
     content = value["bytes"] if isinstance(value, dict) else value
     if not isinstance(content, bytes):
         raise DataError(

@@ -11,7 +11,7 @@ from kftrain.data.file_content import checked_text, parse_json, with_text
 from kftrain.data.schema import Record
 from kftrain.sharding.sources.file_source import FileSource
 from kftrain.sharding.sources.listing import SourceFile, reading_source
-from kftrain.sharding.sources.pieces import Piece, whole
+from kftrain.sharding.sources.pieces import Piece, make_whole_piece
 
 TEXT_SUFFIXES = frozenset(
     (
@@ -24,7 +24,7 @@ TEXT_SUFFIXES = frozenset(
 """Files of a folder that count as text: prose and source code, by suffix in any case. Others are left out."""
 
 STDLIB_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""What is installed or only for tests, and so differs between machines."""
+"""Folders of what is installed or only for tests, and so differs between machines."""
 
 BUILD_RECORD_PREFIX = "_sysconfigdata"
 """Modules of the standard library that hold the paths and flags of one build."""
@@ -41,11 +41,11 @@ class StdlibSource(FileSource):
         )
 
     def entries(self) -> list[SourceFile]:
-        """The modules, sorted by their names without `.py`. Raises DataError where there are none."""
+        """Return the modules, sorted by their names without `.py`. Raises DataError where there are none."""
         return sorted(super().entries(), key=lambda entry: entry.name.removesuffix(".py"))
 
     def read_piece(self, piece: Piece) -> Iterator[Record]:
-        """`{"text": bytes}` of a module."""
+        """Yield `{"text": bytes}` of a module."""
         yield Record(piece.file.name.removesuffix(".py"), {"text": _read_text(piece.file)})
 
 
@@ -59,7 +59,7 @@ class TextFolderSource(FileSource):
         super().__init__(uri, is_text, what, frozenset({"_temporary"}))
 
     def read_piece(self, piece: Piece) -> Iterator[Record]:
-        """`{"text": bytes}` of a file."""
+        """Yield `{"text": bytes}` of a file."""
         yield Record(piece.file.name, {"text": _read_text(piece.file)})
 
 
@@ -71,23 +71,26 @@ class JsonLinesSource(FileSource):
         self._text_field = text_field
 
     def pieces(self, file: SourceFile, target_bytes: int) -> Iterator[Piece]:
-        """Ranges of lines. The lines of a file that is larger are counted: a record is known by its line's number."""
+        """Yield ranges of lines.
+
+        The lines of a file that is larger are counted: a record is known by its line's number.
+        """
         if file.size_bytes <= target_bytes:
-            yield whole(file)
+            yield make_whole_piece(file)
             return
         start, first = 0, 1
-        for stop, num_lines in _line_ranges(file, target_bytes):
+        for stop, num_lines in _find_line_ranges(file, target_bytes):
             yield Piece(file, start, stop, first, stop - start)
             start, first = stop, first + num_lines
 
     def read_piece(self, piece: Piece) -> Iterator[Record]:
-        """All fields of each line, the text field as UTF-8 bytes under `text`.
+        """Yield all fields of each line, the text field as UTF-8 bytes under `text`.
 
         Raises DataError naming file and line.
         """
         file = piece.file
         with reading_source(file.uri), storage.open_read(file.uri) as stream:
-            for number, line in enumerate(_lines(stream, piece), start=piece.first):
+            for number, line in enumerate(_read_lines(stream, piece), start=piece.first):
                 if line.strip():
                     where = f"{file.uri}:{number}"
                     fields = with_text(parse_json(line, where), self._text_field, where)
@@ -95,13 +98,13 @@ class JsonLinesSource(FileSource):
 
 
 def is_text(name: str) -> bool:
-    """Whether a file counts as text, by its suffix."""
+    """Tell whether a file counts as text, by its suffix."""
     base = name.rsplit("/", 1)[-1].lower()
     return "." in base and "." + base.rsplit(".", 1)[-1] in TEXT_SUFFIXES
 
 
 def is_json_lines(name: str) -> bool:
-    """Whether a file counts as JSON lines, by its suffix."""
+    """Tell whether a file counts as JSON lines, by its suffix."""
     return name.lower().endswith(".jsonl")
 
 
@@ -109,7 +112,7 @@ def _is_module(name: str) -> bool:
     return name.endswith(".py") and not name.rsplit("/", 1)[-1].startswith(BUILD_RECORD_PREFIX)
 
 
-def _lines(stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
+def _read_lines(stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
     position = stream.seek(piece.start)
     for line in stream:
         if piece.stop and position >= piece.stop:
@@ -118,8 +121,8 @@ def _lines(stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
         yield line
 
 
-def _line_ranges(file: SourceFile, target_bytes: int) -> Iterator[tuple[int, int]]:
-    """End and number of lines of each range: the first end of a line after every `target_bytes`."""
+def _find_line_ranges(file: SourceFile, target_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield end and number of lines of each range: the first end of a line after every `target_bytes`."""
     with reading_source(file.uri), storage.open_read(file.uri) as stream:
         position, num_lines, wanted = 0, 0, target_bytes
         while chunk := stream.read(storage.HASH_CHUNK_BYTES):

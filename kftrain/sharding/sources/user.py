@@ -19,7 +19,7 @@ from typing import Any
 from kftrain.core import plugins
 from kftrain.data.schema import Record, SourcePart
 from kftrain.errors import ConfigError, DataError
-from kftrain.sharding.canonical import canonical
+from kftrain.sharding.canonical import encode_canonically
 from kftrain.trust import load_code
 
 _END = object()
@@ -44,7 +44,7 @@ class UserSource:
         """Of the records when they were read the last time, where nothing else tells whether they have changed."""
 
     def listing(self) -> list[dict[str, Any]]:
-        """The object's own listing, else its parts, else the digest of all its records."""
+        """List what the object says of itself, else its parts, else the digest of all its records."""
         for name in ("listing", "parts") if self._has_parts else ("listing",):
             own = getattr(self._target, name, None)
             if own is not None:
@@ -56,33 +56,36 @@ class UserSource:
         return [{"name": self._spec, "sha256": self._digest}]
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
-        """The object's own parts, or all that it lists as one."""
+        """Return the object's own parts, or all that it lists as one."""
         if not self._has_parts:
             return [SourcePart(tuple(self.listing()))]
         with plugins.user_code(_WHERE):
-            found = list(self._target.parts())
-        for part in found:
+            parts = list(self._target.parts())
+        for part in parts:
             if not isinstance(part, dict):
                 raise DataError("a part is no dict of plain data", where=f"{self._spec}.parts()", value=part)
-        return [SourcePart((part,)) for part in found]
+        return [SourcePart((part,)) for part in parts]
 
     def read(self, part: SourcePart) -> Iterator[Record]:
-        """What the object gives of a part. Raises UserCodeError; DataError for what is no record or repeats a key."""
+        """Yield what the object gives of a part.
+
+        Raises UserCodeError; DataError for what is no record or repeats a key.
+        """
         if self._has_parts:
             (piece,) = part.pieces
-            return self._records(lambda: self._target.read(piece))
+            return self._read_records(lambda: self._target.read(piece))
         return self.records()
 
     def records(self) -> Iterator[Record]:
-        """What the object gives. Raises UserCodeError; DataError for what is no record or repeats a key."""
+        """Yield what the object gives. Raises UserCodeError; DataError for what is no record or repeats a key."""
         if self._has_parts:
             for part in self.parts(0):
                 yield from self.read(part)
         else:
             assert self._open is not None
-            yield from self._records(self._open)
+            yield from self._read_records(self._open)
 
-    def _records(self, open_: Callable[[], Iterable[Any]]) -> Iterator[Record]:
+    def _read_records(self, open_: Callable[[], Iterable[Any]]) -> Iterator[Record]:
         seen: set[bytes] = set()
         content = hashlib.sha256()
         for item in _items(open_):
@@ -103,7 +106,7 @@ class UserSource:
 def _add(record: Record, digest: Any) -> None:
     try:
         files = [dict(record.files)] if record.files else []
-        for part in canonical([record.key, record.split, record.fields, *files]):
+        for part in encode_canonically([record.key, record.split, record.fields, *files]):
             digest.update(part)
     except TypeError as error:
         raise DataError(

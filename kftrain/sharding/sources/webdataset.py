@@ -42,10 +42,10 @@ class WebDatasetSource(FileSource):
         super().__init__(uri, is_shard, "shards (*.tar)")
         self._text_field = text_field
 
-    def listed(self) -> list[ListedFile]:
+    def list_all(self) -> list[ListedFile]:
         """The shards, sorted by name. Raises DataError where there are none, or one of a pattern is missing."""
         if not is_shard_pattern(self.uri) or storage.exists(self.uri):
-            return super().listed()
+            return super().list_all()
         folder, _, _ = self.uri.partition("{")[0].rpartition("/")
         below = {listed.file.name: listed for listed in list_with_times(folder or ".", is_shard)}
         entries = {}
@@ -59,19 +59,19 @@ class WebDatasetSource(FileSource):
         """The samples of a shard in its order. Raises DataError naming shard and member."""
         file = piece.file
         with reading_source(file.uri), storage.open_read(file.uri) as stream:
-            for key, found in tar_samples.grouped(stream, file.uri):
-                members = {extension: _content(stream, member) for extension, member in found.items()}
+            for key, shard_members in tar_samples.group_members(stream, file.uri):
+                members = {extension: _content(stream, member) for extension, member in shard_members.items()}
                 fields = decode_members(members, self._text_field, f"{file.uri}:{key}")
                 yield Record(f"{file.name}:{key}", fields, files=members)
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file counts as a shard, by its suffix."""
+    """Tell whether a file counts as a shard, by its suffix."""
     return name.lower().endswith(".tar")
 
 
 def is_shard_pattern(source: str) -> bool:
-    """Whether a source is a pattern of shards' names: with braces, and `.tar` at its end."""
+    """Tell whether a source is a pattern of shards' names: with braces, and `.tar` at its end."""
     return is_shard(source) and _BRACES.search(source) is not None
 
 

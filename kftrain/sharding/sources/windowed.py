@@ -1,4 +1,4 @@
-"""What of a source lies in a window of time: some of its files, or some of the records of any source."""
+"""Windows of time: some of a source's files, or some of the records of any source."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kftrain.data.settings import DataConfig, WindowConfig
 from kftrain.data.time_window import TimeWindow, instant, moment_of, utc_text
 from kftrain.errors import ConfigError, DataError
 from kftrain.sharding.sources.file_source import FileSource
-from kftrain.sharding.sources.selection import LATE, AskedFiles, ByPath, ByTime, empty_window
+from kftrain.sharding.sources.selection import LATE, AskedFiles, ByPath, ByTime, make_empty_window_error
 
 TIMES_FOLDER = "times"
-"""Below `shards/`: from when to when the records of a part are, by what the part was made from."""
+"""Folder below `shards/` with the first and last time of the records of each part."""
 
 CLIPPED = "window"
-"""In the context of a part: what of it lies in the window, where not all of it does."""
+"""Key in the context of a part that the window cuts: which of its records lie in the window."""
 
 Times = tuple[datetime, ...]
-"""Of the first and of the last record of a part by time; empty where it has none."""
+"""Times of the first and of the last record of a part; empty where it has none."""
 
 
-def within_window(source: Source, data: DataConfig, times_uri: str) -> Source:
-    """What of a source lies in `data.window`; all of it where there is none.
+def restrict_to_window(source: Source, data: DataConfig, times_uri: str) -> Source:
+    """Restrict a source to what lies in `data.window`, if there is one.
 
     Raises ConfigError for a source that cannot be cut so, and for a window without instants.
     """
@@ -62,24 +62,24 @@ class RecordsInWindow(Source):
         self._known: dict[str, Times] = {}
 
     def listing(self) -> list[dict[str, Any]]:
-        """That of the source, and the window. Raises DataError."""
-        listed = [{**each, LATE: True} if self._is_new(each) else each for each in self._source.listing()]
-        return [*listed, {"window": str(self._asked.window), **self._column()}]
+        """List what the source lists, and the window. Raises DataError."""
+        listed = [{**line, LATE: True} if self._is_new(line) else line for line in self._source.listing()]
+        return [*listed, {"window": str(self._asked.window), **self._describe_column()}]
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
-        """The parts of the source that have records in the window.
+        """Return the parts of the source that have records in the window.
 
         Raises DataError for a record of no known time; EmptyWindowError.
         """
-        asked = (each for part in self._source.parts(target_bytes) for each in self._asked_of(part))
-        found = [self._clipped(part, window) for part, window in asked]
-        chosen = [part for part in found if part is not None]
+        asked = (pair for part in self._source.parts(target_bytes) for pair in self._split_by_age(part))
+        clipped = [self._clip(part, window) for part, window in asked]
+        chosen = [part for part in clipped if part is not None]
         if not any(CLIPPED not in part.context or next(self.read(part), None) is not None for part in chosen):
-            raise empty_window(self._name, self._asked.window)
+            raise make_empty_window_error(self._name, self._asked.window)
         return chosen
 
     def read(self, part: SourcePart) -> Iterator[Record]:
-        """The records of a part that lie in the window. Raises DataError."""
+        """Yield the records of a part that lie in the window. Raises DataError."""
         clipped = part.context.get(CLIPPED)
         if clipped is None:
             yield from self._source.read(part)
@@ -87,16 +87,16 @@ class RecordsInWindow(Source):
         context = {key: value for key, value in part.context.items() if key != CLIPPED}
         first, end = (instant(text) if text else None for text in (clipped["start"], clipped["end"]))
         for record in self._source.read(replace(part, context=context)):
-            moment = self._time_of(record)
+            moment = self._read_time(record)
             if (first is None or first <= moment) and (end is None or moment < end):
                 yield record
 
     def _is_new(self, file: dict[str, Any]) -> bool:
-        """Whether no window before this one has read a file."""
+        """Tell whether no window before this one has read a file."""
         return self._has_files and self._asked.is_new(file["name"])
 
-    def _asked_of(self, part: SourcePart) -> Iterator[tuple[SourcePart, TimeWindow]]:
-        """A part, and what is asked of it: of files that were not read before also what came late."""
+    def _split_by_age(self, part: SourcePart) -> Iterator[tuple[SourcePart, TimeWindow]]:
+        """Yield a part, and what is asked of it: of files that were not read before also what came late."""
         pieces: tuple[list[dict[str, Any]], ...] = ([], [])
         for piece in part.pieces:
             pieces[self._has_files and self._is_new(piece["file"])].append(piece)
@@ -105,41 +105,41 @@ class RecordsInWindow(Source):
         if pieces[True]:
             yield replace(part, pieces=tuple(pieces[True])), self._asked.whole
 
-    def _clipped(self, part: SourcePart, window: TimeWindow) -> SourcePart | None:
-        """The part as far as it lies in a window; None where nothing of it does."""
-        times = self._times(part)
+    def _clip(self, part: SourcePart, window: TimeWindow) -> SourcePart | None:
+        """Return the part as far as it lies in a window; None where nothing of it does."""
+        times = self._find_times(part)
         if not times or times[1] < window.start or times[0] >= window.end:
             return None
         start = utc_text(window.start) if times[0] < window.start else ""
         end = utc_text(window.end) if times[1] >= window.end else ""
         if not start and not end:
             return part
-        return replace(part, context={**part.context, CLIPPED: {"start": start, "end": end, **self._column()}})
+        return replace(part, context={**part.context, CLIPPED: {"start": start, "end": end, **self._describe_column()}})
 
-    def _times(self, part: SourcePart) -> Times:
-        digest = storage.digest_json({"part": part.identity(), **self._column()})
+    def _find_times(self, part: SourcePart) -> Times:
+        digest = storage.digest_json({"part": part.identity(), **self._describe_column()})
         if digest not in self._known:
             uri = storage.join(self._times_uri, f"{digest}.json") if self._times_uri else ""
             times = _read_times(uri) if uri else None
             if times is None:
-                times = self._seen(part)
+                times = self._read_times_of(part)
                 if uri:
                     storage.publish_json(uri, {"times": [utc_text(moment) for moment in times]})
             self._known[digest] = times
         return self._known[digest]
 
-    def _seen(self, part: SourcePart) -> Times:
+    def _read_times_of(self, part: SourcePart) -> Times:
         times: Times = ()
-        for moment in map(self._time_of, self._source.read(part)):
+        for moment in map(self._read_time, self._source.read(part)):
             times = min((moment, *times)), max((moment, *times))
         return times
 
-    def _column(self) -> dict[str, str]:
-        """What decides the time of a record."""
+    def _describe_column(self) -> dict[str, str]:
+        """Return what decides the time of a record."""
         config = self._config
         return {"column": config.column, "number_unit": config.number_unit, "time_zone": config.time_zone}
 
-    def _time_of(self, record: Record) -> datetime:
+    def _read_time(self, record: Record) -> datetime:
         column = self._config.column
         if column not in record.fields:
             where, fix = f"{self._name} {record.key}", f"it has: {', '.join(record.fields)}"
@@ -159,8 +159,8 @@ class RecordsInWindow(Source):
 def _read_times(uri: str) -> Times | None:
     """Read what was remembered; None where that is nothing, or damaged."""
     try:
-        found = storage.read_json_if_exists(uri)
-        times = None if found is None else tuple(map(instant, found["times"]))
+        document = storage.read_json_if_exists(uri)
+        times = None if document is None else tuple(map(instant, document["times"]))
     except (DataError, ValueError, KeyError, TypeError):  # not where storage is away
         return None
     return times if times is None or len(times) in (0, 2) else None

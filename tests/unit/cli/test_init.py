@@ -12,7 +12,7 @@ from kftrain import cli, config
 from kftrain.cli import init
 from kftrain.data.schema import Record
 from kftrain.errors import ConfigError
-from kftrain.sharding.sources.resolve_source import split_of
+from kftrain.sharding.sources.resolve_source import choose_split
 from kftrain.tasks import build_task
 
 
@@ -93,7 +93,7 @@ def test_the_first_model_leaves_room_for_a_second_one(project):
 
     rows = {"train": [], "validation": []}
     for record in (Record(key, fields) for key, fields in records()):
-        rows[split_of(record, resolved.data.validation_fraction)].append(record)
+        rows[choose_split(record, resolved.data.validation_fraction)].append(record)
     batches = {}
     for split, part in rows.items():
         blocks = list(task.encode(iter(part), split))

@@ -56,7 +56,7 @@ def test_no_shard_is_missing_because_another_file_of_its_folder_goes(tmp_path, m
 
 
 def test_a_node_remembers_what_is_whole_while_others_forget_a_dataset(tmp_path, monkeypatch):
-    monkeypatch.setattr(verified, "node_folder", lambda cache_dir, name: tmp_path)
+    monkeypatch.setattr(verified, "make_node_folder", lambda cache_dir, name: tmp_path)
     for name in ("old", "older"):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (0, time.time() - FORGOTTEN_AFTER_SECONDS - 60))

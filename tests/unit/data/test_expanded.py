@@ -4,7 +4,7 @@ from helpers.toy_data import toy_config
 
 from kftrain.data import expanded as module
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.expanded import Expanded, expanded
+from kftrain.data.expanded import Expanded, expand_rows
 from kftrain.data.schema import CLUSTER
 from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.tasks.language_modeling import LanguageModeling
@@ -39,9 +39,9 @@ def test_rows_are_those_of_each_document_alone_whoever_counts_them(dataset, task
     counts = [[len(each) for each in rows[rank::3]] for rank in range(3)]
     for rank in range(3):
         said = []
-        whole = expanded(dataset, task, lambda found, said=said: said.append(found) or counts, (rank, 3))
+        whole = expand_rows(dataset, task, lambda found, said=said: said.append(found) or counts, (rank, 3))
         assert said == [counts[rank]] and isinstance(whole, Expanded)
-    assert whole.num_samples == len(joined) == expanded(dataset, task).num_samples > 40
+    assert whole.num_samples == len(joined) == expand_rows(dataset, task).num_samples > 40
     assert whole.group_keys() == keys and whole.num_groups == len(keys)
     for start, stop in [(0, len(joined)), (3, 4), (5, 33), (len(joined) - 1, len(joined))]:
         arrays, found = whole.read_range(start, stop)
@@ -56,10 +56,10 @@ def test_rows_are_those_of_each_document_alone_whoever_counts_them(dataset, task
 def test_who_reads_few_rows_counts_those_of_few_documents(dataset, task):
     seen = []
     task.rows = lambda sample, rows=task.rows: seen.append(1) or rows(sample)
-    found = expanded(dataset, task, max_rows=2)
+    found = expand_rows(dataset, task, max_rows=2)
     assert found.num_samples >= 2 and len(seen) == 3
 
 
 def test_rows_that_are_stored_as_rows_are_read_as_they_are(dataset, task):
     task.rows = lambda sample: None
-    assert expanded(dataset, task) is dataset
+    assert expand_rows(dataset, task) is dataset

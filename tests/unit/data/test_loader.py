@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kftrain.data import dataset as datasets
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.loader import MicroBatch, StepBatch, TrainLoader, wider
+from kftrain.data.loader import MicroBatch, StepBatch, TrainLoader, choose_steps_of_read
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.errors import DataError
 
@@ -164,7 +164,7 @@ def test_small_steps_are_read_together(dataset: ShardedDataset, monkeypatch: pyt
 
 @given(st.integers(1, 1000), st.integers(0, 1 << 33))
 def test_what_is_read_at_once_is_bounded(num_steps: int, step_bytes: int) -> None:
-    found = wider(num_steps, step_bytes)
+    found = choose_steps_of_read(num_steps, step_bytes)
     assert 1 <= found <= 2 * num_steps and (found == 1 or found * step_bytes <= 4 << 20)
 
 

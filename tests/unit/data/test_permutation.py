@@ -35,7 +35,7 @@ def test_huge_ranges_need_no_table_and_stay_injective(size: int, start: int) -> 
 
 def test_mixed_sizes_and_keys_in_one_call_equal_separate_calls() -> None:
     sizes = np.array([3, 1000, 3, 17], np.uint64)
-    keys = permutation.subkeys(permutation.derive_key("x"), np.arange(4, dtype=np.uint64))
+    keys = permutation.derive_subkeys(permutation.derive_key("x"), np.arange(4, dtype=np.uint64))
     together = permutation.permute(np.array([2, 999, 0, 5], np.uint64), sizes, keys)
     apart = [
         permutation.permute(np.array([e], np.uint64), sizes[i : i + 1], keys[i : i + 1])[0]
@@ -46,7 +46,7 @@ def test_mixed_sizes_and_keys_in_one_call_equal_separate_calls() -> None:
 
 def test_over_many_keys_every_order_of_four_comes_about_equally_often() -> None:
     num_keys = 24_000
-    keys = permutation.subkeys(permutation.derive_key("orders"), np.arange(num_keys, dtype=np.uint64))
+    keys = permutation.derive_subkeys(permutation.derive_key("orders"), np.arange(num_keys, dtype=np.uint64))
     size = np.full(num_keys, 4, np.uint64)
     orders = np.stack([permutation.permute(np.full(num_keys, e, np.uint64), size, keys) for e in range(4)], axis=1)
     counts = Counter(map(tuple, orders.tolist()))
@@ -62,4 +62,4 @@ def test_neighbours_are_torn_apart() -> None:
 
 def test_the_numbers_are_fixed_for_all_times_and_machines() -> None:
     assert permuted(10, "fixed").tolist() == [5, 2, 3, 4, 6, 9, 1, 8, 0, 7]
-    assert permutation.shuffled(6, permutation.derive_key("fixed")).tolist() == [2, 4, 0, 3, 5, 1]
+    assert permutation.shuffle(6, permutation.derive_key("fixed")).tolist() == [2, 4, 0, 3, 5, 1]

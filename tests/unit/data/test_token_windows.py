@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from kftrain.core import storage
 from kftrain.data import windows
-from kftrain.data.assets import keep_assets, read_assets, root_of
+from kftrain.data.assets import find_storage_root, keep_assets, read_assets
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Block, Field, SampleSchema, Window
 from kftrain.data.shards.manifest import Manifest, Split, content_digest
 from kftrain.data.shards.writer import SplitWriter
-from kftrain.data.windows import TokenWindows, windowed
+from kftrain.data.windows import TokenWindows, cut_windows
 from kftrain.errors import DataError
 
 FILL = 9999
@@ -85,8 +85,8 @@ def test_rows_of_before_are_read_as_they_are(tmp_path):
     schema = SampleSchema((Field("tokens", "uint16", (9,)),))
     rows = np.arange(27, dtype=np.uint16).reshape(3, 9)
     dataset = ShardedDataset.open(written(tmp_path, [rows], schema), "train")
-    assert windowed(dataset, Window(9, 8, {"tokens": FILL})) is dataset
-    assert np.array_equal(windowed(dataset, None).read(np.array([2, 0]))["tokens"], rows[[2, 0]])
+    assert cut_windows(dataset, Window(9, 8, {"tokens": FILL})) is dataset
+    assert np.array_equal(cut_windows(dataset, None).read(np.array([2, 0]))["tokens"], rows[[2, 0]])
 
 
 @pytest.mark.parametrize(("num_rows", "expected"), [(0, 0), (1, 0), (2, 1), (9, 1), (10, 2), (17, 2), (18, 3)])
@@ -96,7 +96,7 @@ def test_no_window_is_without_a_target(num_rows, expected):
 
 def test_files_of_a_dataset_are_found_by_what_is_in_them(tmp_path):
     settings_ = {"assets": keep_assets(str(tmp_path), {"tokenizer.json": b"{}"})}
-    root = root_of(f"{tmp_path}/shards/{'0' * 64}/manifest.json")
+    root = find_storage_root(f"{tmp_path}/shards/{'0' * 64}/manifest.json")
     assert read_assets(root, settings_) == {"tokenizer.json": b"{}"} and read_assets(root, {}) == {}
     (path,) = tmp_path.glob("assets/*/tokenizer.json")
     assert path.parent.name == settings_["assets"]["tokenizer.json"]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kftrain.data import loader as loaders
 from kftrain.data.decoding import Generators
-from kftrain.data.loader import TrainLoader, Workers, deeper
+from kftrain.data.loader import TrainLoader, Workers, choose_steps_ahead
 from kftrain.data.order import BatchPlan
 from kftrain.data.worker_processes import WorkerCommand
 from kftrain.errors import DataError, FailureClass, RetryableError, UserCodeError
@@ -194,7 +194,7 @@ PARENT = """
 import sys
 from helpers.decoded_samples import InMemory, Shuffled, decoding
 from kftrain.data import loader as loaders
-from kftrain.data.loader import TrainLoader, Workers, deeper
+from kftrain.data.loader import TrainLoader, Workers, choose_steps_ahead
 from kftrain.data.order import BatchPlan
 from kftrain.data.worker_processes import WorkerCommand
 command = WorkerCommand([sys.executable, "-m", "helpers.decoded_samples"], {"name": "slow"})
@@ -267,9 +267,9 @@ def test_threads_of_a_loader_end_with_it(new_loader):
 
 
 def test_more_is_read_ahead_only_where_it_was_waited_for_and_as_far_as_it_fits():
-    assert [deeper(depth, True, 1) for depth in (2, 15, 16)] == [3, 16, 16]
-    assert deeper(2, False, 1) == 2
-    assert deeper(3, True, (1 << 30) // 4) == 4 and deeper(4, True, (1 << 30) // 4) == 4
+    assert [choose_steps_ahead(depth, True, 1) for depth in (2, 15, 16)] == [3, 16, 16]
+    assert choose_steps_ahead(2, False, 1) == 2
+    assert choose_steps_ahead(3, True, (1 << 30) // 4) == 4 and choose_steps_ahead(4, True, (1 << 30) // 4) == 4
 
 
 @pytest.mark.parametrize(("decode", "max_bytes", "expected"), [("slow", 1 << 30, 6), ("slow", 1, 2)])

@@ -17,7 +17,7 @@ from kftrain.evaluate.score import Scores, score
 from kftrain.evaluate.session import of_units
 from kftrain.parallel.mesh import Mesh
 from kftrain.sharding.shard_dataset import shard_dataset
-from kftrain.sharding.sources.resolve_source import split_of
+from kftrain.sharding.sources.resolve_source import choose_split
 from kftrain.statistics import bootstrap
 
 NUM_ITEMS, NUM_COPIES, NUM_TRIALS = 30, 10, 120
@@ -82,7 +82,7 @@ def test_the_cluster_of_each_validation_sample_lies_in_the_shards_and_none_is_in
     names, numbers = zip(*clusters["validation"], strict=True)
     assert len(set(names)) == len(set(numbers)) == len(clusters["validation"]) >= 2
     assert {number for _, number in clusters["train"]} == {0}
-    held_out = {r.key for r in RECORDS if split_of(Record(patient(r.key), {}), 0.3) == "validation"}
+    held_out = {r.key for r in RECORDS if choose_split(Record(patient(r.key), {}), 0.3) == "validation"}
     assert set(keys["validation"]) == held_out
 
 

@@ -9,7 +9,7 @@ from helpers.toy_data import toy_config
 
 from kftrain.config import Config
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.expanded import expanded
+from kftrain.data.expanded import expand_rows
 from kftrain.evaluate.score import group_sums, score
 from kftrain.models.transformer import Transformer
 from kftrain.parallel.mesh import Mesh
@@ -51,7 +51,7 @@ def test_champion_of_bytes_and_challenger_of_a_trained_bpe(dataset, monkeypatch)
     keys, measured = validation.group_keys(), {}
     with in_process.world(monkeypatch) as world:
         for name, task in tasks.items():
-            scores = score(models[name], task, expanded(validation, task), Mesh.of_copies(world), batch_size=3)
+            scores = score(models[name], task, expand_rows(validation, task), Mesh.of_copies(world), batch_size=3)
             measured[name] = {**group_sums(scores.statistics, scores.groups, len(keys)), "keys": np.array(keys)}
     texts = [text(int(key[:2])).decode() for key in keys]
     for name, task in tasks.items():

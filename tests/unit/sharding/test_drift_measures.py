@@ -10,7 +10,7 @@ from scipy.spatial.distance import jensenshannon
 from scipy.stats import chi2
 
 from kftrain.sharding import drift
-from kftrain.sharding.drift import Distribution, change, independent_values
+from kftrain.sharding.drift import Distribution, count_independent_values, measure_change
 
 COUNTS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), min_size=2, max_size=30).filter(
     lambda pairs: all(sum(column) for column in zip(*pairs, strict=True))
@@ -31,10 +31,10 @@ def test_both_measures_are_those_of_others(pairs):
 
 @pytest.mark.parametrize("num_bins", [3, 5, 10, 33, 101])
 def test_what_chance_gives_is_a_quantile_of_chi_square(num_bins):
-    found = drift.chance_of(num_bins, 100.0, 400.0) / (1 / 100 + 1 / 400)
+    found = drift.compute_chance_index(num_bins, 100.0, 400.0) / (1 / 100 + 1 / 400)
     assert found == pytest.approx(chi2.ppf(0.95, num_bins - 1), rel=0.01)
-    assert drift.chance_of(1, 10.0, 10.0) == 0.0
-    assert drift.chance_of(2, 1.0, 1.0) / 2 == pytest.approx(chi2.ppf(0.95, 1), rel=0.05)
+    assert drift.compute_chance_index(1, 10.0, 10.0) == 0.0
+    assert drift.compute_chance_index(2, 1.0, 1.0) / 2 == pytest.approx(chi2.ppf(0.95, 1), rel=0.05)
 
 
 @pytest.mark.parametrize("is_ordered", [False, True])
@@ -44,7 +44,7 @@ def test_equal_distributions_are_called_changed_once_in_twenty_times(is_ordered)
     beyond = 0
     for _ in range(600):
         two = [dict(zip(map(str, range(12)), draw.multinomial(n, shares).tolist(), strict=True)) for n in (900, 400)]
-        found = change(*(Distribution(counts, is_ordered) for counts in two))
+        found = measure_change(*(Distribution(counts, is_ordered) for counts in two))
         beyond += found.psi > found.chance_psi
     assert 0.02 < beyond / 600 < 0.09
 
@@ -60,41 +60,43 @@ def test_values_that_are_alike_count_as_few():
     for _ in range(150):
         before, now = sample(), sample()
         named = [{str(number): int(count) for number, count in enumerate(each.sum(axis=0))} for each in (before, now)]
-        found = change(*(Distribution(counts) for counts in named))
+        found = measure_change(*(Distribution(counts) for counts in named))
         naive += found.psi > found.chance_psi
-        sizes = [independent_values(each) for each in (before, now)]
-        found = change(*(Distribution(counts, False, size) for counts, size in zip(named, sizes, strict=True)))
+        sizes = [count_independent_values(each) for each in (before, now)]
+        found = measure_change(*(Distribution(counts, False, size) for counts, size in zip(named, sizes, strict=True)))
         corrected += found.psi > found.chance_psi
     assert naive > 100 and corrected / 150 < 0.12
 
 
 def test_the_number_of_independent_values_between_its_extremes():
     one_value_each = np.repeat(np.eye(4, dtype=int) * 30, 25, axis=0)
-    assert independent_values(one_value_each) == pytest.approx(100, rel=0.05), "as many as there are groups"
-    assert independent_values(np.full((50, 4), 10)) == 2000, "never more than there are values"
+    assert count_independent_values(one_value_each) == pytest.approx(100, rel=0.05), "as many as there are groups"
+    assert count_independent_values(np.full((50, 4), 10)) == 2000, "never more than there are values"
     draw = np.random.default_rng(3)
-    assert independent_values(draw.multinomial(40, [0.1, 0.2, 0.7], 500)) == pytest.approx(20_000, rel=0.15)
-    assert independent_values(np.array([[5, 0], [7, 0]])) == 12 and independent_values(np.array([[5, 3]])) == 8
+    assert count_independent_values(draw.multinomial(40, [0.1, 0.2, 0.7], 500)) == pytest.approx(20_000, rel=0.15)
+    assert (
+        count_independent_values(np.array([[5, 0], [7, 0]])) == 12 and count_independent_values(np.array([[5, 3]])) == 8
+    )
 
 
 def test_ordered_values_make_bins_of_equal_shares_and_names_the_most_frequent_ones():
     before = Distribution({str(value): 1 for value in range(100)}, is_ordered=True)
     now = Distribution({str(value): 1 for value in range(50, 150)}, is_ordered=True)
-    found = change(before, now)
+    found = measure_change(before, now)
     assert found.num_bins == 11 and {shift.bin for shift in found.shifts} >= {"100 to 149"}
     shift = next(each for each in found.shifts if each.bin == "100 to 149")
     assert (shift.before, shift.now) == (0.0, 0.5) and found.shifts[0] == shift
     many = Distribution({f"t{number}": 1000 - number for number in range(300)})
-    assert change(many, many).num_bins == drift.MAX_NAMED_BINS + 1 and change(many, many).psi == 0.0
-    assert change(many, Distribution({})) is None and change(Distribution({}), many) is None
+    assert measure_change(many, many).num_bins == drift.MAX_NAMED_BINS + 1 and measure_change(many, many).psi == 0.0
+    assert measure_change(many, Distribution({})) is None and measure_change(Distribution({}), many) is None
 
 
 def test_a_change_counts_from_the_threshold_on_and_beyond_chance():
     before, now = Distribution({"a": 50, "b": 50}), Distribution({"a": 75, "b": 25})
-    found = change(before, now)
+    found = measure_change(before, now)
     assert found.psi == pytest.approx(0.27, abs=0.02) and found.psi > found.chance_psi
     assert [found.level(0.1, 0.25), found.level(0.1, 0.4), found.level(0.3, 0.4)] == ["large", "some", "none"]
-    few = change(Distribution({"a": 2, "b": 2}), Distribution({"a": 3, "b": 1}))
+    few = measure_change(Distribution({"a": 2, "b": 2}), Distribution({"a": 3, "b": 1}))
     assert few.psi > 0.1 and few.level(0.1, 0.25) == "none"
 
 
@@ -132,7 +134,7 @@ def test_the_index_of_floating_point_numbers_is_that_of_all_their_values_in_deci
     before = 1000 * unit + unit * draw.normal(size=20_000)
     now = 1000 * unit + unit * (shift + scale * draw.normal(size=20_000))
     index, num_bins = plain_index(before, now)
-    found = change(quantiles_of(before), quantiles_of(now))
+    found = measure_change(quantiles_of(before), quantiles_of(now))
     assert found.psi == pytest.approx(index, rel=0.05, abs=0.005)
     assert found.level(0.1, 0.25) == ("none" if shift < 0.3 and scale == 1.0 else found.level(0.1, 0.25))
     assert found.num_bins == num_bins and found.shifts[0].bin
@@ -140,17 +142,17 @@ def test_the_index_of_floating_point_numbers_is_that_of_all_their_values_in_deci
 
 def test_numbers_that_are_all_the_same_have_not_changed_and_others_have():
     same, other = quantiles_of(np.full(50, 2.5)), quantiles_of(np.full(50, 2.75))
-    assert change(same, same).psi == 0.0 and change(same, same).num_bins == 1
-    found = change(same, other)
+    assert measure_change(same, same).psi == 0.0 and measure_change(same, same).num_bins == 1
+    found = measure_change(same, other)
     assert found.level(0.1, 0.25) == "large" and {each.bin for each in found.shifts} == {"up to 2.5", "above 2.5"}
-    assert change(same, Distribution({"1": 3})) is None and change(same, Distribution({})) is None
+    assert measure_change(same, Distribution({"1": 3})) is None and measure_change(same, Distribution({})) is None
 
 
 def test_equal_numbers_are_called_changed_once_in_twenty_times():
     draw = np.random.default_rng(4)
     beyond = 0
     for _ in range(400):
-        found = change(quantiles_of(draw.normal(size=900)), quantiles_of(draw.normal(size=400)))
+        found = measure_change(quantiles_of(draw.normal(size=900)), quantiles_of(draw.normal(size=400)))
         beyond += found.psi > found.chance_psi
     assert 0.015 < beyond / 400 < 0.1
 
@@ -174,18 +176,18 @@ HOLES = np.where(np.arange(2000) % 10 < 6, np.nan, NUMBERS)
     ],
 )
 def test_what_lies_outside_of_all_that_was_there_and_what_is_missing_is_a_change(before, now, named):
-    found = change(quantiles_of(before), quantiles_of(now))
+    found = measure_change(quantiles_of(before), quantiles_of(now))
     index, num_bins = plain_index(before, now)
     assert found.psi == pytest.approx(index, rel=0.2) and found.num_bins == num_bins
     assert found.level(0.1, 0.25) == "large" and named in {each.bin for each in found.shifts}
-    assert change(quantiles_of(before), quantiles_of(before)).psi == 0.0
+    assert measure_change(quantiles_of(before), quantiles_of(before)).psi == 0.0
 
 
 @pytest.mark.parametrize(("before", "now"), [({"255": 640}, {"0": 640}), ({"0": 640}, {"255": 640})])
 def test_black_images_are_not_white_ones(before, now):
-    found = change(Distribution(before, is_ordered=True), Distribution(now, is_ordered=True))
+    found = measure_change(Distribution(before, is_ordered=True), Distribution(now, is_ordered=True))
     assert found.psi > 10 and found.num_bins == 2
-    rest = change(Distribution({"0": 95, "9": 5}, True), Distribution({"0": 95, "200": 5}, True))
+    rest = measure_change(Distribution({"0": 95, "9": 5}, True), Distribution({"0": 95, "200": 5}, True))
     assert {(each.bin, each.before, each.now) for each in rest.shifts} == {
         ("0", 0.95, 0.95),
         ("1 to 9", 0.05, 0.0),
@@ -195,5 +197,5 @@ def test_black_images_are_not_white_ones(before, now):
 
 def test_a_profile_that_does_not_say_what_is_missing_is_compared_by_its_numbers():
     old = Distribution({}, quantiles=quantiles_of(NUMBERS).quantiles)
-    assert change(old, quantiles_of(HOLES)).level(0.1, 0.25) == "none"
-    assert change(old, quantiles_of(np.full(9, np.nan))) is None
+    assert measure_change(old, quantiles_of(HOLES)).level(0.1, 0.25) == "none"
+    assert measure_change(old, quantiles_of(np.full(9, np.nan))) is None

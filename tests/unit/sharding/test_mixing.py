@@ -126,4 +126,4 @@ def test_components_of_different_fields_are_refused(mixture):
     manifest = read_manifest(result.manifest_uri)
     narrow = manifest.sample_schema.__class__(manifest.sample_schema.fields[:1])
     with pytest.raises(DataError, match="a and b of a mixture do not hold the same fields"):
-        mixing.mixed({"a": manifest, "b": manifest.model_copy(update={"sample_schema": narrow})})
+        mixing.mix_manifests({"a": manifest, "b": manifest.model_copy(update={"sample_schema": narrow})})

@@ -218,8 +218,8 @@ def test_the_times_of_a_part_are_read_once(tmp_path, monkeypatch):
     for day in range(4):
         write_lines(tmp_path / "raw", f"{day}.jsonl", [day + number / 20 for number in range(20)])
     looked: list[object] = []
-    seen = RecordsInWindow._seen
-    monkeypatch.setattr(RecordsInWindow, "_seen", lambda self, part: looked.append(part) or seen(self, part))
+    seen = RecordsInWindow._read_times_of
+    monkeypatch.setattr(RecordsInWindow, "_read_times_of", lambda self, part: looked.append(part) or seen(self, part))
     settings = {"part_size_bytes": 1 << 16}
     shard_toy(tmp_path / "raw", tmp_path / "root", window=window(0, 2, "column", column="at"), **settings)
     num_parts = len(looked)

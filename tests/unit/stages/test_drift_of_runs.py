@@ -272,10 +272,10 @@ def test_whole_numbers_of_any_size_are_compared(dtype, value):
         rows[::10] = np.array(value).astype(dtype)
     field = Field("features", dtype, (3,))
     one, other = (
-        profile._counted(field, [profile._values(field, rows) for rows in each])["values of features"]
+        profile._count_values(field, [profile._read_values(field, rows) for rows in each])["values of features"]
         for each in (before, now)
     )
-    drifted = drift_measures.change(one, other)
+    drifted = drift_measures.measure_change(one, other)
     other_value = str(int(np.array(value).astype(dtype)))
     assert one.counts == {"0": 19200}
     if other_value != "0":

@@ -64,7 +64,7 @@ def days_of(manifest_uri, split):
     """Of each component, the days that its texts name; tokens are bytes."""
     manifest = read_manifest(manifest_uri)
     found = {}
-    for component, each in zip(manifest.components, manifest.of_components(), strict=True):
+    for component, each in zip(manifest.components, manifest.split_by_component(), strict=True):
         dataset = ShardedDataset(manifest_uri, each, split)
         arrays, _ = dataset.read_range(0, dataset.num_samples)
         (values,) = arrays.values()

@@ -9,7 +9,7 @@ from helpers.toy_data import shard_toy, text_folder
 from torch import nn
 
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.decoding import Decoding, Generators, decode_row
+from kftrain.data.decoding import Decoding, Generators, wrap_decode
 from kftrain.data.loader import TrainLoader, Workers
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.schema import Field, SampleSchema
@@ -52,7 +52,7 @@ def loaded(shards, num_ranks, task, first_step=0, num_steps=12, num_workers=0):
     """Rows of each position."""
     dataset = ShardedDataset.open(shards.manifest_uri, "train")
     order = TrainingOrder(dataset.num_samples, 0, 8, 2)
-    plan, decoding = BatchPlan(4, num_ranks), Decoding(decode_row(task), SEED)
+    plan, decoding = BatchPlan(4, num_ranks), Decoding(wrap_decode(task), SEED)
     found = {}
     for rank in range(num_ranks):
         for batch in TrainLoader(dataset, order, plan, rank, 2, decoding=decoding, workers=Workers(num_workers)).steps(

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from kftrain.data import images
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.decoding import Decoding, decode_row
+from kftrain.data.decoding import Decoding, wrap_decode
 from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan
 from kftrain.data.schema import Record
@@ -292,7 +292,7 @@ def test_what_cannot_be_decoded_is_named_with_shard_and_key(tmp_path, monkeypatc
     uri = Sharded(tmp_path / "in", tmp_path / "root", build()).result.manifest_uri
     train, validation = (ShardedDataset.open(uri, split) for split in ("train", "validation"))
     order = SimpleNamespace(num_samples=train.num_samples, locate=lambda positions: positions % train.num_samples)
-    loader = TrainLoader(train, order, BatchPlan(4, 1), 0, 0, decoding=Decoding(decode_row(build()), 0))
+    loader = TrainLoader(train, order, BatchPlan(4, 1), 0, 0, decoding=Decoding(wrap_decode(build()), 0))
     said = r"-000000\.tar, [ab]/\d+\.jpg: the image cannot be decoded: image file is truncated"
     with pytest.raises(DataError, match="train" + said):
         next(loader.steps(0, 1))

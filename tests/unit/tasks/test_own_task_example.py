@@ -13,7 +13,7 @@ import torch
 
 from kftrain import config
 from kftrain.models import build_model
-from kftrain.sharding.sources.resolve_source import resolve, split_of
+from kftrain.sharding.sources.resolve_source import choose_split, resolve
 from kftrain.tasks import build_task
 
 REPOSITORY = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ def encoded(loaded, task):
     """Arrays of each split, as sharding makes them."""
     rows = {"train": [], "validation": []}
     for record in resolve(loaded.data).records():
-        split = split_of(record, loaded.data.validation_fraction)
+        split = choose_split(record, loaded.data.validation_fraction)
         rows[split] += [block.arrays for block in task.encode([record], split)]
     return {
         split: {name: np.concatenate([arrays[name] for arrays in parts]) for name in parts[0]}

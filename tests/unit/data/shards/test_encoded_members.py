@@ -22,7 +22,7 @@ from kftrain.data.shards.manifest import (
     index_name,
     read_manifest,
 )
-from kftrain.data.shards.npy_header import npy_bytes
+from kftrain.data.shards.npy_header import encode_npy
 from kftrain.data.shards.verify import verify_keys, verify_shards
 from kftrain.data.shards.writer import SplitWriter
 from kftrain.errors import DataError
@@ -207,7 +207,7 @@ def replace_indexes(uri: str, indexes: dict[str, np.ndarray]) -> None:
     for split, found in manifest.splits.items():
         lists[split] = []
         for shard in found.shards:
-            content = npy_bytes(indexes[shard.name]) if shard.name in indexes else b""
+            content = encode_npy(indexes[shard.name]) if shard.name in indexes else b""
             if content:
                 (folder / index_name(shard.name)).write_bytes(content)
             digest = hashlib.sha256(content).hexdigest() if content else shard.index_sha256

@@ -16,7 +16,7 @@ from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards import cache as caches
-from kftrain.data.shards.cache import NodeCache, first_use_of, opened_of
+from kftrain.data.shards.cache import NodeCache, make_first_use, opened_of
 from kftrain.data.shards.manifest import read_manifest, shard_uri
 from kftrain.data.shards.verified import File, FirstUse, Memory
 from kftrain.errors import DataError
@@ -66,7 +66,7 @@ def copies(tmp_path) -> set[str]:
 
 
 def content_of(cache, file):
-    stream = cache.copy_of(file)
+    stream = cache.open_copy(file)
     if stream is None:
         return None
     with stream:
@@ -210,7 +210,7 @@ def test_what_was_not_read_for_the_longest_time_makes_room_unless_it_is_in_use(t
     assert content_of(cache, files[0]) is not None
     assert cache.fetch(files[2]) is True
     assert copies(tmp_path) == {files[0].sha256, files[2].sha256}, "the second was not read after the first"
-    in_use = [cache.copy_of(files[0]), cache.copy_of(files[2])]
+    in_use = [cache.open_copy(files[0]), cache.open_copy(files[2])]
     assert cache.fetch(files[3]) is False, "both are being read"
     assert copies(tmp_path) == {files[0].sha256, files[2].sha256}
     in_use[0].close()
@@ -225,10 +225,10 @@ def test_what_does_not_fit_in_the_end_removes_no_copy(tmp_path, store):
     files = [put(store, name) for name in ("a", "b")]
     assert [cache.fetch(file) for file in files] == [True, True]
     assert cache.fetch(put(store, "huge", 4 * NUM_BYTES)) is False
-    with cache.copy_of(files[0]):
+    with cache.open_copy(files[0]):
         assert cache.fetch(put(store, "large", 5 * NUM_BYTES // 2)) is False
     for file in files:
-        cache.copy_of(file).close()
+        cache.open_copy(file).close()
 
 
 def test_a_file_larger_than_the_budget_is_not_fetched_but_verified(tmp_path, store, fetched):
@@ -256,7 +256,7 @@ def test_samples_are_read_in_ranges_at_first_and_from_the_copy_then(tmp_path, st
     manifest = read_manifest(remote_uri)
     data = DataConfig(cache_dir=str(tmp_path / "cache"), cache_bytes=1 << 30)
     expected, _ = ShardedDataset(remote_uri, manifest, "train").read_range(0, 100)
-    first_use = first_use_of(data, manifest.dataset_digest)
+    first_use = make_first_use(data, manifest.dataset_digest)
     dataset = ShardedDataset(remote_uri, manifest, "train", first_use)
     worker = ShardedDataset(remote_uri, manifest, "train", opened_of(data, manifest.dataset_digest))
     for reader in (dataset, worker):
@@ -273,7 +273,7 @@ def test_a_damaged_remote_shard_is_named_at_the_next_read(tmp_path, store, remot
     shard = manifest.splits["train"].shards[0]
     store.pipe_file(shard_uri(remote_uri, shard).removeprefix("memory:/"), b"\0" * shard.bytes)
     data = DataConfig(cache_dir=str(tmp_path / "cache"), cache_bytes=1 << 30)
-    first_use = first_use_of(data, manifest.dataset_digest)
+    first_use = make_first_use(data, manifest.dataset_digest)
     dataset = ShardedDataset(remote_uri, manifest, "train", first_use)
     dataset.read_range(0, 10)
     with pytest.raises(DataError, match=f"{shard.name}: its content has changed"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kftrain.data.schema import Block, Field, SampleSchema
-from kftrain.data.shards.npy_header import npy_bytes
+from kftrain.data.shards.npy_header import encode_npy
 from kftrain.data.shards.tar_writer import member_header
 from kftrain.data.shards.writer import SplitWriter
 from kftrain.errors import DataError
@@ -58,7 +58,7 @@ def test_a_long_path_uses_the_prefix_as_tarfile_does() -> None:
     "array", [np.zeros((3, 4), "<u2"), np.arange(5, dtype="<i8"), np.float32(2), np.zeros((1, 0, 7))]
 )
 def test_npy_content_is_read_by_numpy_and_aligned(array: np.ndarray) -> None:
-    content = npy_bytes(np.asarray(array))
+    content = encode_npy(np.asarray(array))
     assert np.array_equal(np.load(io.BytesIO(content)), array)
     assert (len(content) - np.asarray(array).nbytes) % 64 == 0
 

@@ -122,7 +122,7 @@ def test_duplicate_keys_in_shards_that_match_their_manifest_are_found(shards: Pa
 def test_opening_a_dataset_does_not_look_for_duplicate_keys_again(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifying, "block_keys", lambda uri, schema: pytest.fail(f"the keys of {uri} are read"))
+    monkeypatch.setattr(verifying, "read_block_keys", lambda uri, schema: pytest.fail(f"the keys of {uri} are read"))
     verify(shards)
     source = text_folder(tmp_path / "texts")
     assert [shard_toy(source, tmp_path / "root").reused for _ in range(2)] == [False, True]

@@ -11,8 +11,8 @@ import pytest
 from kftrain.core import remote, storage
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards import verified
-from kftrain.data.shards.cache import first_use_of
-from kftrain.data.shards.verified import File, FirstUse, Memory, node_folder
+from kftrain.data.shards.cache import make_first_use
+from kftrain.data.shards.verified import File, FirstUse, Memory, make_node_folder
 from kftrain.errors import DataError, StorageError
 
 
@@ -133,9 +133,9 @@ def test_a_process_that_dies_in_the_middle_leaves_nothing_that_is_taken_for_hash
 def test_a_folder_that_others_may_write_to_is_not_believed(tmp_path):
     above = tmp_path / "cache" / f"kftrain-{os.getuid()}"
     above.mkdir(parents=True)
-    assert node_folder(str(tmp_path / "cache"), "verified") == above / "verified"
+    assert make_node_folder(str(tmp_path / "cache"), "verified") == above / "verified"
     above.chmod(0o777)
-    assert node_folder(str(tmp_path / "cache"), "verified") is None
+    assert make_node_folder(str(tmp_path / "cache"), "verified") is None
 
 
 def test_without_a_memory_each_hashes_by_itself(tmp_path, hashed):
@@ -194,7 +194,7 @@ def test_who_publishes_waits_for_what_was_read_before_and_for_no_more(tmp_path, 
     monkeypatch.setattr(storage, "sha256_file", slow)
     first_use = FirstUse(memory)
     first_use.begin(first)
-    require = first_use.so_far()
+    require = first_use.make_barrier()
     first_use.begin(later)
     waiting = threading.Thread(target=require)
     waiting.start()
@@ -223,7 +223,7 @@ def test_a_bug_is_raised_where_the_data_is_read(tmp_path, memory, monkeypatch):
 
 @pytest.mark.parametrize(("level", "num_hashed"), [("first_use", 1), ("everything", 0), ("size", 0)])
 def test_other_levels_hash_nothing_at_first_use(tmp_path, hashed, level, num_hashed):
-    first_use = first_use_of(DataConfig(verify=level, cache_dir=str(tmp_path / "cache")), "d" * 64)
+    first_use = make_first_use(DataConfig(verify=level, cache_dir=str(tmp_path / "cache")), "d" * 64)
     first_use.begin(file_of(tmp_path / "x.tar"))
     first_use.require_verified()
     assert len(hashed) == num_hashed

@@ -11,7 +11,7 @@ import kftrain
 from kftrain.core import outages, storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.settings import DataConfig
-from kftrain.data.shards.cache import first_use_of
+from kftrain.data.shards.cache import make_first_use
 from kftrain.data.shards.manifest import read_manifest, shard_uri
 from kftrain.data.shards.verify import verify_shards
 from kftrain.errors import DataError, StorageError
@@ -45,8 +45,8 @@ def server(objects, monkeypatch, tmp_path):
 
 def cached(manifest, tmp_path):
     data = DataConfig(cache_dir=str(tmp_path), cache_bytes=1 << 30)
-    first_use = first_use_of(data, manifest.dataset_digest)
-    ShardedDataset(MANIFEST_URI, manifest, "train", first_use)._shard(0)
+    first_use = make_first_use(data, manifest.dataset_digest)
+    ShardedDataset(MANIFEST_URI, manifest, "train", first_use)._open_shard(0)
     first_use.require_verified()
 
 

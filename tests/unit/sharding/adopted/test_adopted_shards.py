@@ -17,7 +17,7 @@ from webdataset import tariterators
 from kftrain.cli.shards import shards_command
 from kftrain.config import Config, RunConfig
 from kftrain.core import storage
-from kftrain.data.conversion import conversion_of
+from kftrain.data.conversion import find_conversion
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import BYTES, Field, SampleSchema
 from kftrain.data.settings import DataConfig
@@ -353,7 +353,7 @@ def test_a_manifest_names_no_file_that_leaves_its_folder(name: str, folder: str,
 
 
 def read_by_task(manifest_uri: str, manifest: Manifest, split: str, task: Task) -> ShardedDataset:
-    return ShardedDataset(manifest_uri, manifest, split, conversion=conversion_of(manifest, task))
+    return ShardedDataset(manifest_uri, manifest, split, conversion=find_conversion(manifest, task))
 
 
 def png(pixels: np.ndarray) -> bytes:

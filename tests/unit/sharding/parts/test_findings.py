@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kftrain.data.schema import Record
 from kftrain.errors import DataError
-from kftrain.sharding.parts.content import SHORT_BYTES, bytes_hash, content_of, content_size
+from kftrain.sharding.parts.content import SHORT_BYTES, hash_bytes, hash_content, select_content
 from kftrain.sharding.shard_dataset import shard_dataset
 
 FIRST_TEN = 10
@@ -127,25 +127,25 @@ def test_a_record_that_cannot_wait_for_its_split_is_named(tmp_path, own):
 @given(st.integers(SHORT_BYTES - 2, 80_000), st.data())
 def test_contents_that_differ_in_one_bit_or_in_length_have_other_hashes(size, data):
     content = bytearray(np.random.default_rng(size).bytes(size))
-    hashed = bytes_hash(bytes(content))
-    assert bytes_hash(bytes(content)) == hashed != bytes_hash(bytes(content[:-1]))
+    hashed = hash_bytes(bytes(content))
+    assert hash_bytes(bytes(content)) == hashed != hash_bytes(bytes(content[:-1]))
     place = data.draw(st.integers(0, size - 1))
     content[place] ^= 1 << data.draw(st.integers(0, 7))
-    assert bytes_hash(bytes(content)) != hashed
+    assert hash_bytes(bytes(content)) != hashed
 
 
 def test_hashes_of_numbers_that_differ_in_few_bits_only_are_all_different():
     rows = np.zeros((20_000, 700), np.float64)
     rows[np.arange(20_000), np.arange(20_000) % 700] = 1 + np.arange(20_000) // 700
-    assert len({bytes_hash(row.tobytes()) for row in rows}) == 20_000
+    assert len({hash_bytes(row.tobytes()) for row in rows}) == 20_000
     columns = rows.astype(">f8")
-    assert len({bytes_hash(row.tobytes()) for row in columns}) == 20_000
+    assert len({hash_bytes(row.tobytes()) for row in columns}) == 20_000
 
 
 def test_content_is_what_the_task_names_and_objects_are_compared_with_nothing():
     record = Record("k", {"text": "ä", "id": 3})
-    assert content_of(record, ("text",)) == {"text": "ä"} and content_of(record, ("other",)) == record.fields
-    assert content_size({"text": ""}) == (0, 0) and content_size({"x": object()}) == (0, 8)
-    grey, colour = (content_size({"image": np.zeros(shape, np.uint8)})[0] for shape in ((4, 4), (2, 8)))
+    assert select_content(record, ("text",)) == {"text": "ä"} and select_content(record, ("other",)) == record.fields
+    assert hash_content({"text": ""}) == (0, 0) and hash_content({"x": object()}) == (0, 8)
+    grey, colour = (hash_content({"image": np.zeros(shape, np.uint8)})[0] for shape in ((4, 4), (2, 8)))
     assert grey != colour
-    assert content_size({"a": b"x", "b": b"y"})[0] != content_size({"a": b"y", "b": b"x"})[0]
+    assert hash_content({"a": b"x", "b": b"y"})[0] != hash_content({"a": b"y", "b": b"x"})[0]

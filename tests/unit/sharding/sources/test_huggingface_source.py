@@ -11,7 +11,7 @@ from PIL import Image
 
 from kftrain.data.schema import Record
 from kftrain.errors import ConfigError, DataError
-from kftrain.sharding.sources.resolve_source import split_of
+from kftrain.sharding.sources.resolve_source import choose_split
 from kftrain.tasks.image_classification import ImageClassification
 from kftrain.tasks.language_modeling import LanguageModeling
 
@@ -177,7 +177,7 @@ def test_offsets_that_lead_out_of_the_file_are_found_before_they_are_followed(tm
 def test_sharding_for_language_modeling_holds_the_texts(tmp_path: Path) -> None:
     text_dataset(60).save_to_disk(tmp_path / "ds")
     written = {f"document {n}": f"document {n}".encode() for n in range(60)}
-    held_out = {key: text for key, text in written.items() if split_of(Record(key, {}), 0.2) == "validation"}
+    held_out = {key: text for key, text in written.items() if choose_split(Record(key, {}), 0.2) == "validation"}
     sharded = Sharded(tmp_path / "ds", tmp_path / "root", LanguageModeling(sequence_length=32), key="text")
     assert sharded.documents() == held_out and sharded.reused
 

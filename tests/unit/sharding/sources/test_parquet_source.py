@@ -16,7 +16,7 @@ from PIL import Image
 from kftrain.data.schema import Record
 from kftrain.errors import ConfigError, DataError
 from kftrain.sharding.sources import parquet, tables
-from kftrain.sharding.sources.resolve_source import split_of
+from kftrain.sharding.sources.resolve_source import choose_split
 from kftrain.tasks.image_classification import ImageClassification
 from kftrain.tasks.language_modeling import LanguageModeling
 
@@ -190,7 +190,7 @@ def test_sharding_for_language_modeling_holds_the_texts(tmp_path: Path) -> None:
     written = {f"document {n}": f"document {n}".encode() for n in range(1, 61)}
     write(tmp_path / "in/a.parquet", {"text": [text.decode() for text in written.values()]}, row_group_size=7)
     sharded = Sharded(tmp_path / "in", tmp_path / "root", LanguageModeling(sequence_length=32), key="text")
-    held_out = {key: text for key, text in written.items() if split_of(Record(key, {}), 0.2) == "validation"}
+    held_out = {key: text for key, text in written.items() if choose_split(Record(key, {}), 0.2) == "validation"}
     assert sharded.documents() == held_out and sharded.reused
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kftrain.data.schema import SourcePart
 from kftrain.data.settings import DataConfig
 from kftrain.sharding.sources.listing import SourceFile
-from kftrain.sharding.sources.pieces import group, whole
+from kftrain.sharding.sources.pieces import group_pieces, make_whole_piece
 from kftrain.sharding.sources.resolve_source import resolve
 
 TARGET_BYTES = 1 << 16
@@ -25,7 +25,7 @@ def file(name: str, size_bytes: int, version: str = "1") -> SourceFile:
 
 def parts_of(files: list[SourceFile]) -> list[tuple[str, ...]]:
     """Each part as the names of its files and their versions."""
-    parts = group(map(whole, sorted(files, key=lambda each: each.name)), TARGET_BYTES)
+    parts = group_pieces(map(make_whole_piece, sorted(files, key=lambda each: each.name)), TARGET_BYTES)
     return [tuple(f"{p['file']['name']} {p['file']['version']}" for p in part.pieces) for part in parts]
 
 
@@ -62,9 +62,15 @@ def test_a_file_that_changes_changes_its_part_and_one_that_goes_at_most_two(list
 def test_parts_have_about_the_size_that_is_asked_for():
     drawn = random.Random(3)
     files = [file(f"{number:06d}", drawn.randint(1, 20_000)) for number in range(20_000)]
-    sizes = [sum(piece["file"]["size_bytes"] for piece in part.pieces) for part in group(map(whole, files), 1_000_000)]
+    sizes = [
+        sum(piece["file"]["size_bytes"] for piece in part.pieces)
+        for part in group_pieces(map(make_whole_piece, files), 1_000_000)
+    ]
     assert 300_000 < np.mean(sizes) < 1_200_000 and max(sizes) < 12_000_000
-    assert len(group([whole(file("large", 2_000_000)), whole(file("small", 1))], 1_000_000)) == 2
+    assert (
+        len(group_pieces([make_whole_piece(file("large", 2_000_000)), make_whole_piece(file("small", 1))], 1_000_000))
+        == 2
+    )
 
 
 def read_in_parts(source, target_bytes: int = TARGET_BYTES) -> list[list]:

@@ -312,18 +312,18 @@ def test_a_users_module_that_does_not_exist_is_a_config_error() -> None:
 
 
 def test_the_split_follows_the_key_alone_and_roughly_the_fraction() -> None:
-    splits = [resolve_source.split_of(Record(f"key-{n}", {}), 0.2) for n in range(2000)]
+    splits = [resolve_source.choose_split(Record(f"key-{n}", {}), 0.2) for n in range(2000)]
     assert 330 < splits.count("validation") < 470
-    assert splits == [resolve_source.split_of(Record(f"key-{n}", {"text": b"other"}), 0.2) for n in range(2000)]
+    assert splits == [resolve_source.choose_split(Record(f"key-{n}", {"text": b"other"}), 0.2) for n in range(2000)]
 
 
 def test_a_larger_fraction_only_adds_to_validation() -> None:
     keys = [f"key-{n}" for n in range(500)]
-    held_out = [{k for k in keys if resolve_source.split_of(Record(k, {}), f) == "validation"} for f in (0.1, 0.3)]
+    held_out = [{k for k in keys if resolve_source.choose_split(Record(k, {}), f) == "validation"} for f in (0.1, 0.3)]
     assert held_out[0] < held_out[1]
 
 
 def test_a_records_own_split_wins_and_an_unknown_one_is_refused() -> None:
-    assert {resolve_source.split_of(Record(f"{n}", {}, "validation"), 0.01) for n in range(50)} == {"validation"}
+    assert {resolve_source.choose_split(Record(f"{n}", {}, "validation"), 0.01) for n in range(50)} == {"validation"}
     with pytest.raises(DataError, match=r"'train' or 'validation'.*test"):
-        resolve_source.split_of(Record("a", {}, "test"), 0.1)
+        resolve_source.choose_split(Record("a", {}, "test"), 0.1)

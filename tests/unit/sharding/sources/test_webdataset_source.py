@@ -16,7 +16,7 @@ from webdataset import tariterators
 from kftrain.data.sample_members import decode_members
 from kftrain.data.schema import Record
 from kftrain.errors import DataError
-from kftrain.sharding.sources.resolve_source import split_of
+from kftrain.sharding.sources.resolve_source import choose_split
 from kftrain.sharding.sources.webdataset import expand_braces, is_shard_pattern
 from kftrain.tasks.image_classification import ImageClassification
 from kftrain.tasks.language_modeling import LanguageModeling
@@ -276,7 +276,7 @@ def test_sharding_for_language_modeling_holds_the_texts(tmp_path: Path) -> None:
     for shard in range(2):
         write(tmp_path / f"in/{shard}.tar", [{"__key__": f"d/{n}", "txt": f"{shard} {n}"} for n in range(30)])
     written = {f"{shard}.tar:d/{n}": f"{shard} {n}".encode() for shard in range(2) for n in range(30)}
-    held_out = {key: text for key, text in written.items() if split_of(Record(key, {}), 0.2) == "validation"}
+    held_out = {key: text for key, text in written.items() if choose_split(Record(key, {}), 0.2) == "validation"}
     task = LanguageModeling(sequence_length=32)
     by_folder = Sharded(tmp_path / "in", tmp_path / "root", task)
     assert by_folder.documents() == held_out and by_folder.reused
