@@ -37,7 +37,7 @@ import traceback
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
-from kftrain.core.credentials import redacted
+from kftrain.core.credentials import redact
 from kftrain.core.printable import printable
 
 Error = TypeVar("Error", bound="KftrainError")
@@ -96,9 +96,9 @@ class KftrainError(Exception):
     """Of the type; who gives something up for a known reason sets that one's on the error, see `of_class`."""
 
     def __init__(self, what: str, *, where: str = "", value: Any = NO_VALUE, fix: str = "") -> None:
-        self.what = redacted(what)
-        self.where = redacted(where)
-        self.fix = redacted(fix)
+        self.what = redact(what)
+        self.where = redact(where)
+        self.fix = redact(fix)
         self.value = value
         super().__init__(self.line)
 
@@ -348,7 +348,7 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
         return error.to_dict()
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    line = printable(redacted(f"internal error: {type(error).__name__}: {error} ({where})"))
+    line = printable(redact(f"internal error: {type(error).__name__}: {error} ({where})"))
     line = " ".join(line.split())
     bug = {"kind": type(error).__name__, "exit_code": BUG_CODE, "failure_class": FailureClass.BUG.value}
     return {**bug, "line": line, "where": where}
@@ -356,7 +356,7 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 def print_traceback(error: BaseException) -> None:
     """The traceback of an exception on stderr: without credentials, which drivers quote, and made printable."""
-    sys.stderr.write(printable(redacted("".join(traceback.format_exception(error)))))
+    sys.stderr.write(printable(redact("".join(traceback.format_exception(error)))))
 
 
 class _UnknownError(KftrainError):
@@ -377,5 +377,5 @@ class _Literal(str):
 
 
 def _shorten(value: Any, limit: int = 200) -> str:
-    text = repr(redacted(value)) if type(value) is str else redacted(repr(value))
+    text = repr(redact(value)) if type(value) is str else redact(repr(value))
     return text if len(text) <= limit else text[: limit - 1] + "…"

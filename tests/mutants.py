@@ -110,15 +110,15 @@ MUTANTS = [
     Mutant(
         "a short answer is the content of a whole object",
         "kftrain/core/remote.py",
-        'return self._whole(self._call("cat_file", num_bytes=size), size)',
+        'return self._require_whole(self._call("cat_file", num_bytes=size), size)',
         'return bytes(self._call("cat_file", num_bytes=size))',
         "tests/unit/core/test_remote_storage.py -k less_than",
     ),
     Mutant(
         "a short answer about an object says that others have created it",
         "kftrain/core/remote.py",
-        "                found = self.read()\n",
-        '                found = self._call("cat_file")\n',
+        "                existing = self.read()\n",
+        '                existing = self._call("cat_file")\n',
         "tests/unit/core/test_remote_storage.py -k less_than",
     ),
     Mutant(
@@ -527,7 +527,7 @@ MUTANTS = [
     Mutant(
         "exclusive creation believes what the store answers, without comparing the content",
         "kftrain/core/remote.py",
-        "            if found != content:\n",
+        "            if existing != content:\n",
         "            if True:\n",
         "tests/unit/core/test_storage.py -k race_for_an_object",
     ),
@@ -1332,7 +1332,7 @@ MUTANTS = [
     Mutant(
         "files that were replaced at the same size and time are not read",
         "kftrain/sharding/parts/store.py",
-        '(found["state"] != state if "state" in found else self.level == "replaced")',
+        '(target["state"] != state if "state" in target else self.level == "replaced")',
         "False",
         "tests/unit/sharding/sources/test_what_is_listed.py -k same_size",
     ),
@@ -1563,7 +1563,7 @@ MUTANTS = [
     Mutant(
         "reports show signatures of URIs",
         "kftrain/report/wording.py",
-        "_FORBIDDEN.sub(REPLACEMENT, redacted(str(value)))",
+        "_FORBIDDEN.sub(REPLACEMENT, redact(str(value)))",
         "_FORBIDDEN.sub(REPLACEMENT, str(value))",
         "tests/unit/report/test_wording.py -k no_more_of_a_secret",
     ),

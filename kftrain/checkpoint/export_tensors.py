@@ -158,13 +158,13 @@ class _OpenFile:
         for name, stored in self.tensors.items():
             if own := wanted.get(name):
                 row_bytes, rows = row_range(stored.form, own.part)
-                with storage.plain_errors(self.uri, READ_FAILED):
+                with storage.simplify_errors(self.uri, READ_FAILED):
                     self._stream.seek(stored.start + rows.start * row_bytes)
                 copy_part(stored.form, own.part, self._read, own.target)
 
     def _read(self, num_bytes: int) -> memoryview:
         view, done = self._buffer[:num_bytes], 0
-        with storage.plain_errors(self.uri, READ_FAILED):
+        with storage.simplify_errors(self.uri, READ_FAILED):
             while done < num_bytes:
                 count = self._stream.readinto(view[done:])  # type: ignore[attr-defined]
                 if not count:

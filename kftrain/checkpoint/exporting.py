@@ -158,7 +158,7 @@ def _write_file(chunks: Any, names: list[str], uri: str) -> FileEntry:
     from kftrain.checkpoint.tensor_files import arranged, contents_of, header_of
 
     forms = {name: chunks.forms[name] for name in names}
-    with storage.plain_errors(uri, "the export could not be written"), storage.open_write(uri) as stream:
+    with storage.simplify_errors(uri, "the export could not be written"), storage.open_write(uri) as stream:
         hashing = HashingStream(stream)
         hashing.write(header_of(forms))
         for name in arranged(forms):

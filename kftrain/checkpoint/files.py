@@ -140,7 +140,7 @@ class HashingStream:
 def _plain_errors(uri: str) -> Iterator[None]:
     """Turn errors into ones that survive being pickled for another process; those of drivers do not all."""
     try:
-        with storage.plain_errors(uri):
+        with storage.simplify_errors(uri):
             yield
     except OSError as error:
         described = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

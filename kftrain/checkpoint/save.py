@@ -246,7 +246,7 @@ class CheckpointWriter:
         # comes last, with the digests of all files: whoever sees it finds them whole.
         uri = storage.join(self._paths.checkpoints, str(name))
         try:
-            with storage.plain_errors(uri, "the checkpoint could not be committed"):
+            with storage.simplify_errors(uri, "the checkpoint could not be committed"):
                 attempts.require_held(self._paths, name.attempt)
                 content = storage.dump_json(history)
                 storage.publish(storage.join(uri, commit.HISTORY), content)
@@ -260,7 +260,7 @@ class CheckpointWriter:
     def _tidy_up(self, name: CheckpointName, history: list[dict[str, Any]], selection: BestEvaluation | None) -> None:
         """Retire old checkpoints and publish the history. A failure is told only: the next commit does it again."""
         try:
-            with storage.plain_errors(self._paths.uri):
+            with storage.simplify_errors(self._paths.uri):
                 best_step = selection.step if selection else 0
                 # First: it makes room.
                 commit.retire(self._paths, self._keep_last, name.attempt, best_step, self.keep_every)
@@ -319,7 +319,7 @@ def _remove(uri: str) -> None:
     The marker may have been written although its answer was an error.
     """
     try:
-        with storage.plain_errors(uri):
+        with storage.simplify_errors(uri):
             if not storage.exists(storage.join(uri, commit.COMMITTED)):
                 storage.remove(uri)
     except (OSError, RetryableError) as error:

@@ -87,7 +87,7 @@ class LazyGroup(click.Group):
 def cli(ctx: click.Context) -> None:
     """Distributed training pipelines on Kubeflow that do not lose runs."""
     if ctx.invoked_subcommand not in RETRYING:
-        ctx.with_resource(outages.retrying_for(0))
+        ctx.with_resource(outages.retry_for(0))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     what it holds, such as the turn to change a schedule.
     """
     try:
-        with signals.handled(signals.STOP, _leave), outages.telling_of_disks(""):
+        with signals.handled(signals.STOP, _leave), outages.explain_disk_errors(""):
             code = cli.main(arguments, prog_name="kftrain", standalone_mode=False)
     except KftrainError as error:
         fail(error.line, error.exit_code)
@@ -127,7 +127,7 @@ def fail(line: str, code: int) -> NoReturn:
 
 def fail_unexpectedly(error: Exception) -> NoReturn:
     """Ends the program: a store that refuses is one line, as where it is away; a bug has its traceback."""
-    if outages.is_of_a_driver(error):
+    if outages.is_from_driver(error):
         what = f"{outages.UNREACHABLE}: {outages.one_line(error)}"
         refused = RetryableError(what, fix="check its address and the credentials")
         fail(refused.line, refused.exit_code)

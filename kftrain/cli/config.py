@@ -9,7 +9,7 @@ import click
 from kftrain import config as configuration
 from kftrain.cli.options import config_options, json_option
 from kftrain.client.console import echo
-from kftrain.core.credentials import redacted
+from kftrain.core.credentials import redact
 from kftrain.stages import preflight
 
 
@@ -36,6 +36,6 @@ def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
     if for_kubeflow:
         from kftrain.kubeflow import parameters
 
-        echo(redacted(parameters.format_for_form(config)))
+        echo(redact(parameters.format_for_form(config)))
         return
-    echo(redacted(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml()), nl=as_json)
+    echo(redact(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml()), nl=as_json)

@@ -11,7 +11,7 @@ from kftrain import config as configuration
 from kftrain.cli.options import config_options, json_option
 from kftrain.client.console import echo
 from kftrain.core import storage
-from kftrain.core.credentials import redacted
+from kftrain.core.credentials import redact
 from kftrain.report import wording
 from kftrain.stages import resolve, runs
 from kftrain.stages.runs import RunOverview
@@ -53,7 +53,7 @@ def runs_command(
     elif found:
         echo("\n".join(table(found)))
     else:
-        echo(f"no runs in {redacted(config.tracking.uri) if from_mlflow else storage.join(root, 'runs')}")
+        echo(f"no runs in {redact(config.tracking.uri) if from_mlflow else storage.join(root, 'runs')}")
 
 
 def table(found: list[RunOverview]) -> list[str]:

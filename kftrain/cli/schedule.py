@@ -205,7 +205,7 @@ def fire_command(config_file: tuple[str, ...], job: str) -> None:
     from kftrain.stages.fire import fire
 
     config = configuration.load(config_file)
-    with outages.retrying_for(outages.ANSWERED_SECONDS):
+    with outages.retry_for(outages.ANSWERED_SECONDS):
         ended = fire(config, job, to_log)
     echo(ended.to_json(), nl=False)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import click
 
 from kftrain.core.printable import printable
-from kftrain.core.progress import STEP, unmarked
+from kftrain.core.progress import STEP, strip_mark
 
 PLAIN_INTERVAL_SECONDS = 10.0
 """Seconds between two step lines where there is no terminal; the last step is always shown."""
@@ -90,7 +90,7 @@ def open_display() -> Iterator[Display]:
 
 def show_output(display: Display, raw: str) -> None:
     """Show a line that a process has printed, if it is marked as ours; other programs share the output."""
-    text = unmarked(raw)
+    text = strip_mark(raw)
     if text is not None and not show_step(display, text):
         display.line(text)
 

@@ -39,31 +39,33 @@ _STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "wasb", "wasbs", "adl", "a
 """Schemes whose names of containers and objects may hold an `@`."""
 
 
-def redacted(text: str) -> str:
-    """The text without passwords and tokens in its URIs, without signatures, and without secrets of the environment."""
+def redact(text: str) -> str:
+    """Return the text without passwords and tokens in its URIs, signatures, and secrets of the environment."""
     if "://" in text:
-        text = _without_userinfo(text)
-        text = _PARAMETER.sub(lambda each: each[1] + HIDDEN if _has_secret(each[0]) else each[0], text)
+        text = _remove_userinfo(text)
+        text = _PARAMETER.sub(
+            lambda parameter: parameter[1] + HIDDEN if _has_secret(parameter[0]) else parameter[0], text
+        )
     text = _SECRET_HEADER.sub(rf"\1 {HIDDEN}", text)
-    for secret in _secrets_of_environment():
+    for secret in _collect_secrets():
         text = text.replace(secret, HIDDEN)
     return text
 
 
-def keys_with_credentials(document: Any, key: str = "") -> Iterator[str]:
-    """The dotted key of every text in a document that holds credentials: `data.mixture[0].source`."""
+def find_credentials(document: Any, key: str = "") -> Iterator[str]:
+    """Yield the dotted key of every text in a document that holds credentials: `data.mixture[0].source`."""
     if isinstance(document, str):
-        yield from [key] if stand_in(document) else []
+        yield from [key] if holds_credentials(document) else []
     elif isinstance(document, Mapping):
         for name, part in document.items():
-            yield from keys_with_credentials(part, f"{key}.{name}".lstrip("."))
+            yield from find_credentials(part, f"{key}.{name}".lstrip("."))
     elif isinstance(document, list):
         for number, part in enumerate(document):
-            yield from keys_with_credentials(part, f"{key}[{number}]")
+            yield from find_credentials(part, f"{key}[{number}]")
 
 
-def stand_in(text: str) -> bool:
-    """Whether a URI, wherever in a text, holds a password, a token or a signature."""
+def holds_credentials(text: str) -> bool:
+    """Tell whether a URI, wherever in a text, holds a password, a token or a signature."""
     return any(_is_secret(text, scheme) for scheme in _SCHEME.finditer(text))
 
 
@@ -78,12 +80,12 @@ def _is_secret(text: str, scheme: re.Match[str]) -> bool:
 
 
 def _has_secret(text: str) -> bool:
-    """Whether a parameter, however its name is encoded, holds a secret."""
+    """Tell whether a parameter, however its name is encoded, holds a secret."""
     return _SECRET_PARAMETER.search(unquote(text)) is not None
 
 
-def taken_out(uri: str) -> tuple[str, dict[str, str]]:
-    """The URI of a web server without `user:password@`, and these as variables in which MLflow looks for them.
+def take_out_credentials(uri: str) -> tuple[str, dict[str, str]]:
+    """Split the URI of a web server into one without `user:password@`, and variables in which MLflow looks for these.
 
     A URI with anything else in it comes back as it is.
     """
@@ -99,23 +101,26 @@ def taken_out(uri: str) -> tuple[str, dict[str, str]]:
     return scheme[0] + host + rest, {USERNAME_VARIABLE: unquote(username), PASSWORD_VARIABLE: unquote(password)}
 
 
-def _without_userinfo(text: str) -> str:
-    """A text that is one URI is taken as a whole; in others a URI ends with its word, its line, or the next one."""
-    found = list(_SCHEME.finditer(text))
-    is_uri = bool(found) and found[0].start() == 0
+def _remove_userinfo(text: str) -> str:
+    """Remove `user:password@` from all URIs of a text.
+
+    A text that is one URI is taken as a whole; in others a URI ends with its word, its line, or the next one.
+    """
+    schemes = list(_SCHEME.finditer(text))
+    is_uri = bool(schemes) and schemes[0].start() == 0
     if is_uri and not re.search(r"\s", text):
-        found = found[:1]
+        schemes = schemes[:1]
     kept, position = [], 0
-    for number, scheme in enumerate(found):
-        limit = found[number + 1].start() if number + 1 < len(found) else len(text)
+    for number, scheme in enumerate(schemes):
+        limit = schemes[number + 1].start() if number + 1 < len(schemes) else len(text)
         rest = text[scheme.end() : limit]
         kept.append(text[position : scheme.end()])
-        position = scheme.end() + _userinfo_length(rest, _is_store(scheme[0]), is_uri and number == 0)
+        position = scheme.end() + _measure_userinfo(rest, _is_store(scheme[0]), is_uri and number == 0)
     return "".join([*kept, text[position:]])
 
 
-def _userinfo_length(rest: str, is_store: bool, is_uri: bool) -> int:
-    """How many characters after `scheme://` are `user:password@`, at most."""
+def _measure_userinfo(rest: str, is_store: bool, is_uri: bool) -> int:
+    """Count the characters after `scheme://` that are `user:password@`, at most."""
     line = rest.partition("\n")[0]
     word = line if is_uri else _WORD.match(line)[0]  # type: ignore[index]  # it matches the empty word too
     authority = re.split(r"[/?#]", word, maxsplit=1)[0]
@@ -126,10 +131,10 @@ def _userinfo_length(rest: str, is_store: bool, is_uri: bool) -> int:
     return word.rindex("@") + 1 if "@" in word and not is_store else 0
 
 
-def _secrets_of_environment() -> list[str]:
+def _collect_secrets() -> list[str]:
     values = {os.environ.get(name, "") for name in SECRET_VARIABLES}
-    found = {form for value in values if len(value) >= MIN_SECRET_LENGTH for form in (value, quote(value, safe=""))}
-    return sorted(found, key=len, reverse=True)
+    secrets = {form for value in values if len(value) >= MIN_SECRET_LENGTH for form in (value, quote(value, safe=""))}
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _is_store(scheme: str) -> bool:

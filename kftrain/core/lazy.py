@@ -13,7 +13,7 @@ from typing import Any
 
 
 def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: `homes` says for each name that it gives which module has it."""
+    """Make the `__getattr__` of a package: `homes` says for each name which module has it."""
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -3,7 +3,7 @@
 Every call of `storage` goes through `ride_out`. A store that has answered this process before is waited for as long as
 a launcher waits for the API server, one that never has for a minute: its address or credentials may be wrong. Then
 there is one line and an exit code that asks for another attempt. Who has a person waiting, or something better to do
-than to wait, says so by `retrying_for`.
+than to wait, says so by `retry_for`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from kftrain.core.credentials import redacted
+from kftrain.core.credentials import redact
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import ConfigError, KftrainError, StorageAwayError, StorageError
 
 ANSWERED_SECONDS = 600.0
-"""How long a store is waited for that has answered this process before."""
+"""Seconds that a store is waited for that has answered this process before."""
 
 UNANSWERED_SECONDS = 60.0
-"""How long one is that never has."""
+"""Seconds that a store is waited for that has never answered this process."""
 
 SAID_AFTER_SECONDS = 2.0
-"""What passes sooner is not worth a line."""
+"""Seconds below which an outage is not worth a line."""
 
 FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.5, 15.0
 
 T = TypeVar("T")
 
 _CODES = {errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EHOSTUNREACH}
-"""What an object store that asks for fewer requests, and a network file system that lost its server, answer with."""
+"""Codes of an object store that asks for fewer requests, and of a network file system that lost its server."""
 
 _NAMES = re.compile(
     "Connect|Timeout|PayloadError|IncompleteRead|HTTPClientError|ResponseParserError|ServiceRe(quest|spon)"
@@ -64,19 +64,19 @@ _REFUSING_CODES = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
 }
-"""A path may not be used, or cannot be one."""
+"""Codes of a path that may not be used, or cannot be one."""
 
 _DRIVERS = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "google", "adlfs", "azure", "fsspec")
 """Packages that speak to object stores."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an exception says that a disk, or a quota of it, is full."""
+    """Tell whether an exception says that a disk, or a quota of it, is full."""
     return isinstance(error, OSError) and error.errno in _FULL_CODES
 
 
-def full_error(error: BaseException, where: str = "") -> StorageError:
-    """What to tell of an exception for which `is_full` holds; `where` if it names no file itself."""
+def make_full_error(error: BaseException, where: str = "") -> StorageError:
+    """Make the error for an exception for which `is_full` holds; `where` if it names no file itself."""
     assert isinstance(error, OSError)
     place = str(error.filename2 or error.filename or where)
     folder, _, name = place.rpartition("/")
@@ -87,15 +87,15 @@ def full_error(error: BaseException, where: str = "") -> StorageError:
     )
 
 
-def _refused_error(error: OSError) -> ConfigError:
-    """What to tell of a path that this machine does not let anybody use."""
+def _make_refused_error(error: OSError) -> ConfigError:
+    """Make the error for a path that this machine does not let anybody use."""
     what = f"the system refuses it: {error.strerror}"
     return ConfigError(what, where=str(error.filename2 or error.filename), fix="check the path and its permissions")
 
 
 @contextlib.contextmanager
-def telling_of_disks(where: str) -> Iterator[None]:
-    """Within the block our errors say what a disk cannot do. Raises StorageError where it is full.
+def explain_disk_errors(where: str) -> Iterator[None]:
+    """Turn what a disk cannot do within the block into our errors. Raises StorageError where it is full.
 
     Raises ConfigError for a path that may not be used; an OSError that names none passes.
     """
@@ -103,15 +103,15 @@ def telling_of_disks(where: str) -> Iterator[None]:
         yield
     except OSError as error:
         if is_full(error):
-            raise full_error(error, where) from error
+            raise make_full_error(error, where) from error
         if error.errno in _REFUSING_CODES and error.filename:
-            raise _refused_error(error) from error
+            raise _make_refused_error(error) from error
         raise
 
 
 @contextlib.contextmanager
-def taking_files(folder: Path) -> Iterator[None]:
-    """Within the block that a folder cannot be made, or cannot hold a new file, is a refusal as others are."""
+def refuse_missing_folder(folder: Path) -> Iterator[None]:
+    """Turn a folder that cannot be made, or cannot hold a new file, into a refusal as others are."""
     try:
         yield
     except (FileNotFoundError, FileExistsError) as error:  # a file in its place, or a system of files as /proc
@@ -119,8 +119,8 @@ def taking_files(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def plain_errors(where: str, what: str = "") -> Iterator[None]:
-    """Within the block storage fails by two kinds of exceptions only, whatever its driver raises; bugs pass.
+def simplify_errors(where: str, what: str = "") -> Iterator[None]:
+    """Let storage fail within the block by two kinds of exceptions only, whatever its driver raises; bugs pass.
 
     Raises StorageError where it is away for now, which begins with `what` if that is given, and OSError where it
     answers that this cannot be done.
@@ -133,14 +133,14 @@ def plain_errors(where: str, what: str = "") -> Iterator[None]:
         if is_outage(error):
             kind = StorageError if what else StorageAwayError
             raise kind(f"{what or UNREACHABLE}: {one_line(error)}", where=where) from error
-        if isinstance(error, OSError) or not is_of_a_driver(error):
+        if isinstance(error, OSError) or not is_from_driver(error):
             raise
         code = errno.EACCES if is_refusal(error) else errno.EREMOTE
         raise OSError(code, one_line(error), where) from error
 
 
-def is_of_a_driver(error: BaseException) -> bool:
-    """Whether an object store's driver raised it: an exception of its own, or another one on the way through it."""
+def is_from_driver(error: BaseException) -> bool:
+    """Tell whether an object store's driver raised it, or it came on its way through one."""
     frames = traceback.walk_tb(error.__traceback__)
     modules = [
         *(kind.__module__ for kind in type(error).__mro__),
@@ -150,28 +150,30 @@ def is_of_a_driver(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an exception of a read or a write says that the storage is away for now: later it may succeed."""
+    """Tell whether an exception of a read or a write says that the storage is away for now: later it may succeed."""
     if isinstance(error, OSError) and error.errno in _CODES:
         return True
-    status = _status(error)
-    if status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR or _s3_code(error) in _EXPIRED:
+    status = _read_status(error)
+    if status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR or _read_s3_code(error) in _EXPIRED:
         return True
     return _is_named(error, _NAMES)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception says that this may not be done. Where it was done before, that passes.
+    """Tell whether an exception says that this may not be done.
+
+    Where it was done before, that passes. Where it was done before, that passes.
 
     A HEAD is answered without a body: S3 says 400 then of a token that has expired.
     """
     if isinstance(error, PermissionError) or _is_named(error, _REFUSED):
         return True
-    return _status(error) in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or _s3_code(error) == "400"
+    return _read_status(error) in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or _read_s3_code(error) == "400"
 
 
 def one_line(error: BaseException) -> str:
-    """An exception of a driver on one line."""
-    return redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+    """Write an exception of a driver on one line."""
+    return redact(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
 def iterate_pauses() -> Iterator[float]:
@@ -204,7 +206,7 @@ class OutageNews:
 
 
 class OutagePolicy:
-    """What is known of the stores that this process uses: which have answered, and which are away."""
+    """Knowledge of the stores that this process uses: which have answered, and which are away."""
 
     def __init__(
         self,
@@ -229,7 +231,7 @@ class OutagePolicy:
         Raises:
             StorageError: The store is away for longer than it is waited for.
         """
-        store = _store(uri)
+        store = _name_store(uri)
         began, pauses, was_away = self._clock(), iterate_pauses(), False
         while True:
             try:
@@ -242,7 +244,7 @@ class OutagePolicy:
                 away_seconds = self._clock() - began
                 limit_seconds = self._limit_seconds(store)
                 if away_seconds >= limit_seconds:
-                    raise _given_up(error, uri, away_seconds) from error
+                    raise _make_away_error(error, uri, away_seconds) from error
                 if away_seconds >= SAID_AFTER_SECONDS:
                     self._news.tell(store or STORAGE, one_line(error))
                 was_away = True
@@ -273,8 +275,8 @@ _retry_policy = OutagePolicy()
 
 
 @contextlib.contextmanager
-def retrying_for(seconds: float) -> Iterator[None]:
-    """Within the block storage that is away is waited for so long; 0: each call is made once."""
+def retry_for(seconds: float) -> Iterator[None]:
+    """Wait this long for storage that is away, within the block; 0: make each call once."""
     token = _chosen_seconds.set(seconds)
     try:
         yield
@@ -283,22 +285,22 @@ def retrying_for(seconds: float) -> Iterator[None]:
 
 
 def limit(seconds: float) -> None:
-    """From now on this process waits no longer than so: others wait for it, and would take it for hung."""
+    """Wait no longer than this from now on: others wait for this process, and would take it for hung."""
     _retry_policy.answered_seconds = min(_retry_policy.answered_seconds, seconds)
 
 
 def is_hurried() -> bool:
-    """Whether nobody waits for storage that is away."""
+    """Tell whether nobody waits for storage that is away."""
     return _chosen_seconds.get() == 0
 
 
 def ride_out(uri: str, kind: str, work: Callable[[], T]) -> T:
-    """`RetryPolicy.call` of this process."""
+    """Call `work` until storage answers, by the policy of this process."""
     return _retry_policy.call(uri, kind, work)
 
 
 def retried(kind: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """For functions whose first argument is a URI, and that may be called again whatever became of the call before."""
+    """Ride out outages in a function whose first argument is a URI, and that may be called again at any time."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(function)
@@ -310,13 +312,13 @@ def retried(kind: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     return decorate
 
 
-def _store(uri: str) -> str:
-    """Scheme and bucket; empty for paths of this machine, whose mounts are not told apart."""
+def _name_store(uri: str) -> str:
+    """Return scheme and bucket; empty for paths of this machine, whose mounts are not told apart."""
     parts = urlsplit(uri)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc and parts.scheme != "file" else ""
 
 
-def _given_up(error: Exception, uri: str, away_seconds: float) -> StorageError:
+def _make_away_error(error: Exception, uri: str, away_seconds: float) -> StorageError:
     lasted = f" for {away_seconds:.0f} s" if away_seconds >= 1 else ""
     what = f"{UNREACHABLE}{lasted}: {one_line(error)}"
     return StorageAwayError(what, where=uri, fix="see that the store runs, and check its address and the credentials")
@@ -326,29 +328,29 @@ STORAGE = "the storage"
 """The name of storage without a scheme, in lines about outages."""
 
 UNREACHABLE = "storage cannot be reached"
-"""What an error of storage that is away begins with, after its URI."""
+"""First words of an error of storage that is away, after its URI."""
 
 
 def _is_named(error: BaseException, names: re.Pattern[str]) -> bool:
     return any(names.search(kind.__name__) for kind in type(error).__mro__)
 
 
-def _status(error: BaseException) -> int:
-    """The HTTP status that a driver's error stands for; 0 where it names none."""
+def _read_status(error: BaseException) -> int:
+    """Read the HTTP status that a driver's error stands for; 0 where it names none."""
     for attribute in ("status", "status_code", "code"):
         value = getattr(error, attribute, None)
         if isinstance(value, int):
             return value
-    metadata = _s3_answer(error).get("ResponseMetadata", {})
+    metadata = _read_s3_answer(error).get("ResponseMetadata", {})
     return int(metadata.get("HTTPStatusCode", 0))
 
 
-def _s3_code(error: BaseException) -> str:
-    return str(_s3_answer(error).get("Error", {}).get("Code", ""))
+def _read_s3_code(error: BaseException) -> str:
+    return str(_read_s3_answer(error).get("Error", {}).get("Code", ""))
 
 
-def _s3_answer(error: BaseException) -> dict[str, Any]:
-    """What botocore read, of its own error or of the one that s3fs has made from it."""
+def _read_s3_answer(error: BaseException) -> dict[str, Any]:
+    """Return what botocore read, from its own error or from the one that s3fs has made of it."""
     for candidate in (error, error.__cause__):
         response = getattr(candidate, "response", None)
         if isinstance(response, dict):

@@ -23,32 +23,35 @@ from yaml.scanner import Scanner
 from kftrain.errors import ConfigError
 
 MAX_TEXT_LENGTH = 1 << 20
-"""Characters. A configuration is text by hand; anything larger is a mistake or an attack."""
+"""Most characters of a configuration, which is text by hand; anything larger is a mistake or an attack. A configuration
+is text by hand; anything larger is a mistake or an attack."""
 
 MAX_DEPTH = 64
-"""Of mappings and lists in each other."""
+"""Most levels of mappings and lists in each other."""
 
 MAX_INTEGER = 2**53 - 1
-"""The largest integer that a JSON number is sure to hold: beyond, readers that know only doubles round."""
+"""Largest integer that a JSON number is sure to hold: beyond, readers that know only doubles round."""
 
 _NOT_YAML = (yaml.YAMLError, ValueError, LookupError, OverflowError)
-"""What PyYAML raises for a wrong text: beside its own, whatever Python's conversions of numbers and characters do."""
+"""Exceptions that PyYAML raises for a wrong text: its own, and those of Python's conversions of numbers and characters.
+"""
 
 _TAGS = {
     None,
     *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")),
 }
-"""What is known; None stands for every tag that is not."""
+"""Tags that are known; None stands for every tag that is not."""
 
 _INTEGER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")
-"""An integer. YAML 1.1 takes 010 for 8 and 1:30 for 90; here they are text."""
+"""Pattern of an integer. YAML 1.1 takes 010 for 8 and 1:30 for 90; here they are text. YAML 1.1 takes 010 for 8 and
+1:30 for 90; here they are text."""
 
 Path = tuple[str | int, ...]
 """Keys and positions that lead to a value."""
 
 
 def load(text: str, where: str) -> Any:
-    """The value in a YAML text; None where it is empty. Raises ConfigError, for what is not plain data too."""
+    """Parse a YAML text; None where it is empty. Raises ConfigError, for what is not plain data too."""
     require_length(text, where)
     try:
         return yaml.load(text, Loader=_PlainLoader)
@@ -57,41 +60,41 @@ def load(text: str, where: str) -> Any:
 
 
 def require_length(text: str | bytes, where: str) -> None:
-    """Raises ConfigError where a text is too long to be looked at."""
+    """Raise ConfigError where a text is too long to be looked at."""
     if len(text) > MAX_TEXT_LENGTH:
         raise ConfigError("the configuration is larger than 1 MiB", where=where, fix="is it the right file?")
 
 
 def flaw(value: Any) -> tuple[Path, str, Any] | None:
-    """Where the first part of a value is that is not plain, what is wrong with it, and that part; None if all is."""
-    return next(_flaws(value, ()), None)
+    """Find the first part of a value that is not plain: its place, what is wrong with it, and the part; else None."""
+    return next(_iterate_flaws(value, ()), None)
 
 
-def _flaws(value: Any, path: Path) -> Iterator[tuple[Path, str, Any]]:
+def _iterate_flaws(value: Any, path: Path) -> Iterator[tuple[Path, str, Any]]:
     if len(path) > MAX_DEPTH:
         yield path[:3], f"more than {MAX_DEPTH} levels of lists and mappings", "…"
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _flaws_of_text(key, path)
-            yield from _flaws(item, (*path, key))
+            yield from _iterate_text_flaws(key, path)
+            yield from _iterate_flaws(item, (*path, key))
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _flaws(item, (*path, number))
+            yield from _iterate_flaws(item, (*path, number))
     elif isinstance(value, str):
-        yield from _flaws_of_text(value, path)
+        yield from _iterate_text_flaws(value, path)
     elif isinstance(value, float) and not math.isfinite(value):
         yield path, "not a finite number", value
     elif isinstance(value, int) and abs(value) > MAX_INTEGER:
-        yield path, f"not an integer up to {MAX_INTEGER} (2^53 - 1)", _shown(value)
+        yield path, f"not an integer up to {MAX_INTEGER} (2^53 - 1)", _describe_integer(value)
 
 
-def _flaws_of_text(text: str, path: Path) -> Iterator[tuple[Path, str, Any]]:
+def _iterate_text_flaws(text: str, path: Path) -> Iterator[tuple[Path, str, Any]]:
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         yield path, "text with a zero byte, or with half a character", text
 
 
-def _shown(number: int) -> Any:
-    """Python refuses to write out an integer of more than 4,300 digits."""
+def _describe_integer(number: int) -> Any:
+    """Describe an integer: Python refuses to write out one of more than 4,300 digits."""
     return number if number.bit_length() < 1000 else f"an integer of {number.bit_length()} bits"
 
 
@@ -129,7 +132,7 @@ class _PlainLoader(Composer, _Parser, SafeConstructor, Resolver):
         self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """The next node. Raises YAMLError for an alias, and before Python's own limit on recursion."""
+        """Compose the next node. Raises YAMLError for an alias, and before Python's own limit on recursion."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("YAML aliases are not supported; write the value out")
         if self._depth > MAX_DEPTH:
@@ -141,21 +144,21 @@ class _PlainLoader(Composer, _Parser, SafeConstructor, Resolver):
             self._depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """The mapping, with integers as keys turned into texts, as JSON would.
+        """Construct the mapping, with integers as keys turned into texts, as JSON would.
 
         Raises YAMLError for other keys, and for one that is written twice: the first of its values would be lost.
         """
         mapping: dict[Hashable, Any] = {
-            _key(key): value for key, value in super().construct_mapping(node, deep=deep).items()
+            _make_text_key(key): value for key, value in super().construct_mapping(node, deep=deep).items()
         }
         if len(mapping) < len(node.value):
-            names = [_key(self.construct_object(key)) for key, _ in node.value]
+            names = [_make_text_key(self.construct_object(key)) for key, _ in node.value]
             twice = next(name for name in names if names.count(name) > 1)
             raise yaml.YAMLError(f"the key {twice!r} is there twice")
         return mapping
 
 
-def _key(key: Hashable) -> str:
+def _make_text_key(key: Hashable) -> str:
     if isinstance(key, str):
         return key
     if isinstance(key, int) and not isinstance(key, bool):

@@ -10,18 +10,18 @@ from kftrain.errors import KftrainError, UserCodeError, print_traceback
 
 
 def is_plugin(kind: str) -> bool:
-    """Whether a `kind` names a user's `module:attr` rather than a built-in."""
+    """Tell whether a `kind` names a user's `module:attr` rather than a built-in."""
     return ":" in kind and "/" not in kind
 
 
 def search_current_folder() -> None:
-    """Lets modules of the current folder be found."""
+    """Let modules of the current folder be found."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # at the end: a user's file must not hide an installed package
 
 
 class user_code:  # noqa: N801 - used as a function; a generator would cost a small model's step a tenth of its time
-    """Runs a user's code: what it raises becomes a UserCodeError with its line; the traceback goes to stderr."""
+    """Context of a user's code: what it raises becomes a UserCodeError with its line; the traceback goes to stderr."""
 
     __slots__ = ("_where",)
 

@@ -1,4 +1,4 @@
-"""What streams of known length have in common: where the next read begins."""
+"""Base of streams of known length: it knows where the next read begins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 
 class PositionedStream(io.RawIOBase):
-    """A stream to read from, which may be moved beyond its end as any file may; a subclass reads."""
+    """Stream to read from, which may be moved beyond its end as any file may; a subclass reads."""
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__()
@@ -14,19 +14,19 @@ class PositionedStream(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True: every such stream can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Return True: every such stream can be moved."""
         return True
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """Return where the next read begins."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves there. Raises ValueError for a place before the beginning."""
+        """Move to a place. Raises ValueError for a place before the beginning."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size_bytes}[whence]
         if start + offset < 0:
             raise ValueError(f"no place in a stream: {start + offset}")

@@ -10,11 +10,11 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]"  # the other escapes
 )
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What is left of the control characters, those that turn the direction of writing, and halves of characters."""
+"""Control characters that are left, those that turn the direction of writing, and halves of characters."""
 
 
 def printable(text: str) -> str:
-    """The text without escape sequences, and with its other control characters but tab and newline replaced."""
+    """Return the text without escape sequences, its other control characters but tab and newline replaced."""
     if text.isascii() and text.isprintable():
         return text
     return _CONTROL.sub("\ufffd", _SEQUENCE.sub("", text).replace("\r\n", "\n"))

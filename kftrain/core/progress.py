@@ -14,23 +14,23 @@ from collections.abc import Callable
 from kftrain.core.printable import printable
 
 Progress = Callable[[str], None]
-"""Takes one line, without its newline."""
+"""Function that takes one line, without its newline."""
 
 PREFIX = "kftrain| "
-"""Marks a line of ours in a log of many writers."""
+"""Mark of a line of ours in a log of many writers."""
 
 ERROR_LINE = "error "
-"""A stage's line that says why it failed: `error <error.json on one line>`."""
+"""Beginning of a stage's line that says why it failed: `error <error.json on one line>`."""
 
 STEP = re.compile(r"^step (\d{1,15})/(\d{1,15})\b")
-"""What rank 0 prints at every recorded step."""
+"""Beginning of the line that rank 0 prints at every recorded step."""
 
 CONSOLE_SECONDS = 5.0
-"""How long a console may be halted before lines are left out."""
+"""Seconds that a console may be halted before lines are left out."""
 
 
 def to_log(line: str) -> None:
-    """Writes a marked line to standard output at once, whatever it is connected to.
+    """Write a marked line to standard output at once, whatever it is connected to.
 
     A console that nobody reads costs the line: whoever waits for it would stop a launcher, and with it a job.
     """
@@ -41,7 +41,7 @@ def to_log(line: str) -> None:
 
 
 def _is_read() -> bool:
-    """Whether standard output takes a line now, or soon; once it has not, nobody waits for it again."""
+    """Tell whether standard output takes a line now, or soon; once it has not, nobody waits for it again."""
     global _console_seconds
     try:
         descriptor = sys.stdout.fileno()
@@ -55,7 +55,7 @@ def _is_read() -> bool:
 _console_seconds = CONSOLE_SECONDS
 
 
-def unmarked(raw: str) -> str | None:
-    """The text of a marked line, which other programs may have indented; None for everybody else's lines."""
+def strip_mark(raw: str) -> str | None:
+    """Return the text of a marked line, which other programs may have indented; None for everybody else's lines."""
     _, mark, text = raw.partition(PREFIX)
     return text.rstrip("\n") if mark else None

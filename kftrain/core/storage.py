@@ -23,57 +23,57 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kftrain.core.outages import (
-    full_error,
+    explain_disk_errors,
     is_full,
     is_outage,
-    plain_errors,
+    make_full_error,
+    refuse_missing_folder,
     retried,
-    retrying_for,
+    retry_for,
     ride_out,
-    taking_files,
-    telling_of_disks,
+    simplify_errors,
 )
-from kftrain.core.remote import RemotePath, modified_of, version_of
+from kftrain.core.remote import RemotePath, read_modified, read_version
 from kftrain.errors import ConfigError, DataError, KftrainError
 
 __all__ = (
-    "full_error",
+    "make_full_error",
     "is_full",
     "is_outage",
-    "modified_of",
-    "plain_errors",
-    "retrying_for",
-    "telling_of_disks",
-    "version_of",
+    "read_modified",
+    "simplify_errors",
+    "retry_for",
+    "explain_disk_errors",
+    "read_version",
 )
-"""What belongs to storage and is written elsewhere."""
+"""Names that belong to storage and are written elsewhere."""
 
 HASH_CHUNK_BYTES = 1 << 20
 
 PUBLISHED_MODE = 0o644
-"""Temporary files are private; what is published is for other pods and users to read."""
+"""Mode of published files: temporary ones are private, these are for other pods and users to read."""
 
 
 def is_local(uri: str) -> bool:
-    """Whether the URI names a path of this machine. Raises ConfigError for a chain, as fsspec knows them."""
+    """Tell whether the URI names a path of this machine. Raises ConfigError for a chain, as fsspec knows them."""
     if "::" in uri and ("://" in uri or re.match(r"[\w+.-]+::", uri)):
         raise ConfigError("a chain of URIs is not supported", where=uri, fix="name one place")
     return "://" not in uri or uri.startswith("file://")
 
 
 def local_path(uri: str) -> Path:
-    """The path behind a local URI."""
+    """Return the path behind a local URI."""
     assert is_local(uri), uri
     return Path(uri.removeprefix("file://"))
 
 
 def absolute(uri: str, base: str | os.PathLike[str] = ".") -> str:
-    """The URI with a relative path made absolute against `base`; remote URIs as they are."""
+    """Return the URI with a relative path made absolute against `base`; remote URIs as they are."""
     return os.path.abspath(os.path.join(base, local_path(uri).expanduser())) if is_local(uri) else uri.rstrip("/")
 
 
 def join(uri: str, *parts: str) -> str:
-    """The URI of something below `uri`. Parts must not climb out of it."""
+    """Return the URI of something below `uri`. Parts must not climb out of it."""
     for part in parts:
         if part.startswith("/") or (".." in part and ".." in part.split("/")):
             raise ConfigError("a name may not leave its folder", where=uri, value=part, fix="use a plain name")
@@ -82,34 +82,34 @@ def join(uri: str, *parts: str) -> str:
 
 @retried("read")
 def exists(uri: str) -> bool:
-    """Whether a file or a folder is there."""
+    """Tell whether a file or a folder is there."""
     return local_path(uri).exists() if is_local(uri) else RemotePath(uri).exists()
 
 
 def size_bytes(uri: str) -> int:
-    """Size of a file. Raises FileNotFoundError."""
+    """Return the size of a file. Raises FileNotFoundError."""
     return size_and_version(uri)[0]
 
 
 @retried("read")
 def size_and_version(uri: str) -> tuple[int, str]:
-    """Size of a file, and what changes with its content; empty where its store says nothing of the kind.
+    """Return the size of a file, and what changes with its content; empty where its store says nothing of the kind.
 
     Raises FileNotFoundError.
     """
     if is_local(uri):
         return describe(local_path(uri).stat())
     info = RemotePath(uri).object_info()
-    return int(info["size"]), version_of(info)
+    return int(info["size"]), read_version(info)
 
 
 def describe(status: os.stat_result) -> tuple[int, str]:
-    """`size_and_version` of a file of this machine: its version is its time and its inode."""
+    """Return `size_and_version` of a file of this machine: its version is its time and its inode."""
     return status.st_size, f"{status.st_mtime_ns}-{status.st_ino}"
 
 
 def open_read(uri: str, read_ahead: bool = True) -> BinaryIO:
-    """A file opened for reading bytes; seekable, also remotely. Raises FileNotFoundError, for a pipe or a device too.
+    """Open a file for reading bytes; seekable, also remotely. Raises FileNotFoundError, for a pipe or a device too.
 
     Without `read_ahead` a remote one is asked for what is read and no more, which suits small reads that lie apart.
     """
@@ -120,7 +120,7 @@ def open_read(uri: str, read_ahead: bool = True) -> BinaryIO:
 
 @contextlib.contextmanager
 def open_write(uri: str) -> Iterator[BinaryIO]:
-    """A new file to be written in pieces: durable when the block ends, gone when it ends by an exception.
+    """Open a new file to be written in pieces: durable when the block ends, gone when it ends by an exception.
 
     Others may see it grow, so this is for files that count only once another one is there. An outage is not ridden out
     in the middle of it: whoever writes it begins anew.
@@ -144,7 +144,7 @@ def open_write(uri: str) -> Iterator[BinaryIO]:
 
 @retried("read")
 def read_bytes(uri: str) -> bytes:
-    """A whole file. Raises FileNotFoundError, for a pipe or a device too."""
+    """Read a whole file. Raises FileNotFoundError, for a pipe or a device too."""
     if not is_local(uri):
         return RemotePath(uri).read()
     with _open_regular(local_path(uri)) as stream:
@@ -153,22 +153,22 @@ def read_bytes(uri: str) -> bytes:
 
 @retried("read")
 def read_ranges(uri: str, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
-    """Parts of a remote file, each from its start to before its stop, all fetched at once."""
+    """Read parts of a remote file, each from its start to before its stop, all fetched at once."""
     return RemotePath(uri).read_ranges(starts, stops)
 
 
 def read_text(uri: str) -> str:
-    """A whole file as UTF-8. Raises FileNotFoundError."""
+    """Read a whole file as UTF-8. Raises FileNotFoundError."""
     return read_bytes(uri).decode()
 
 
 def read_json(uri: str) -> Any:
-    """A whole file as JSON. Raises FileNotFoundError, and DataError where it is no JSON."""
+    """Read a whole file as JSON. Raises FileNotFoundError, and DataError where it is no JSON."""
     return decode_json(read_bytes(uri), uri)
 
 
 def decode_json(content: bytes, uri: str, error: type[KftrainError] = DataError) -> Any:
-    """What a file at `uri` holds. Raises `error` where that is no JSON, or nested deeper than can be read."""
+    """Parse what a file at `uri` holds. Raises `error` where that is no JSON, or nested deeper than can be read."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as cause:
@@ -179,7 +179,7 @@ def decode_json(content: bytes, uri: str, error: type[KftrainError] = DataError)
 
 
 def read_json_if_exists(uri: str) -> Any | None:
-    """A whole file as JSON, or None where there is none."""
+    """Read a whole file as JSON, or None where there is none."""
     try:
         return read_json(uri)
     except FileNotFoundError:
@@ -188,20 +188,20 @@ def read_json_if_exists(uri: str) -> Any | None:
 
 @retried("list")
 def find(uri: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The URI of every object at or below a remote path -> its name there, and what its store says of it.
+    """Return the URI of every object at or below a remote path -> its name there, and what its store says of it.
 
-    That is `size`, and what `version_of` and `modified_of` take.
+    That is `size`, and what `read_version` and `read_modified` take.
     """
     return RemotePath(uri).find()
 
 
 @retried("list")
 def list_names(uri: str) -> list[str]:
-    """Names directly below a folder, sorted; empty where the folder does not exist.
+    """List names directly below a folder, sorted; empty where the folder does not exist.
 
     Files that are being written are left out.
     """
-    names = _names_in(local_path(uri)) if is_local(uri) else RemotePath(uri).names()
+    names = _list_folder(local_path(uri)) if is_local(uri) else RemotePath(uri).names()
     return sorted(name for name in names if not name.startswith(".tmp-"))
 
 
@@ -210,32 +210,32 @@ def entries(folder: Path, prefix: str = "") -> Iterator[tuple[Path, os.stat_resu
 
     Others may change the folder meanwhile: whatever goes, the folder too, is left out. So is a link that leads nowhere.
     """
-    for path in (folder / name for name in _names_in(folder) if name.startswith(prefix)):
+    for path in (folder / name for name in _list_folder(folder) if name.startswith(prefix)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             yield path, path.stat()
 
 
 @retried("write")
 def publish(uri: str, data: bytes | str) -> None:
-    """Makes `data` the content of `uri`, all or nothing and durable; an older version is replaced as a whole."""
+    """Make `data` the content of `uri`, all or nothing and durable; an older version is replaced as a whole."""
     content = data.encode() if isinstance(data, str) else data
     if not is_local(uri):
         return RemotePath(uri).write(content)
     path = local_path(uri)
     make_folder(path.parent)
-    with _written_aside(path, content) as aside:
+    with _write_aside(path, content) as aside:
         os.replace(aside, path)
     sync_folder(path.parent)
 
 
 def publish_json(uri: str, document: Any) -> None:
-    """`publish` of a JSON document: sorted keys, so that equal content is equal bytes."""
+    """Publish a JSON document: sorted keys, so that equal content is equal bytes."""
     publish(uri, dump_json(document))
 
 
 @retried("write")
 def create(uri: str, data: bytes | str) -> None:
-    """Makes `data` the content of `uri` if nothing is there; of many racing callers exactly one returns.
+    """Make `data` the content of `uri` if nothing is there; of many racing callers exactly one returns.
 
     Raises FileExistsError for the others. An object store's answer may be lost after the write has taken effect, and
     the write is repeated: so there the content tells whose it is, and callers that race put something into it that is
@@ -246,19 +246,19 @@ def create(uri: str, data: bytes | str) -> None:
         return RemotePath(uri).create(content)
     path = local_path(uri)
     make_folder(path.parent)
-    with _written_aside(path, content) as aside:
+    with _write_aside(path, content) as aside:
         os.link(aside, path)  # unlike a rename, a link refuses to replace
     sync_folder(path.parent)
 
 
 def create_json(uri: str, document: Any) -> None:
-    """`create` of a JSON document. Raises FileExistsError."""
+    """Create a JSON document. Raises FileExistsError."""
     create(uri, dump_json(document))
 
 
 @contextlib.contextmanager
 def new_folder(uri: str) -> Iterator[Path]:
-    """Yields an empty local folder to fill; when the block ends without an exception its content appears at `uri`.
+    """Yield an empty local folder to fill; when the block ends without an exception its content appears at `uri`.
 
     In a local store that is one rename: all or nothing and durable. If `uri` came into being meanwhile, that one stays
     and ours is dropped, which is right for folders that are named by their content. In an object store the files arrive
@@ -287,7 +287,7 @@ def new_folder(uri: str) -> Iterator[Path]:
 
 @retried("remove")
 def remove(uri: str) -> None:
-    """Deletes a file or a folder with all below it; nothing happens where there is none."""
+    """Delete a file or a folder with all below it; nothing happens where there is none."""
     if is_local(uri):
         path = local_path(uri)
         if path.is_dir():
@@ -298,7 +298,7 @@ def remove(uri: str) -> None:
 
 @retried("read")
 def sha256_file(uri: str) -> str:
-    """Hex digest of a file's content, read in chunks. Raises FileNotFoundError."""
+    """Return the hex digest of a file's content, read in chunks. Raises FileNotFoundError."""
     digest = hashlib.sha256()
     with open_read(uri) as stream:
         while chunk := stream.read(HASH_CHUNK_BYTES):
@@ -307,26 +307,26 @@ def sha256_file(uri: str) -> str:
 
 
 def sha256_bytes(content: bytes) -> str:
-    """Hex digest of a content in memory."""
+    """Return the hex digest of a content in memory."""
     return hashlib.sha256(content).hexdigest()
 
 
 def sha256_text(text: str) -> str:
-    """Hex digest of a text in UTF-8."""
+    """Return the hex digest of a text in UTF-8."""
     return sha256_bytes(text.encode())
 
 
 def dump_json(document: Any) -> str:
-    """JSON as this project writes it into files."""
+    """Format JSON as this project writes it into files."""
     return json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
 def digest_json(document: Any) -> str:
-    """Hex sha256 of a document's canonical JSON: the digest of settings, schemas and listings."""
+    """Return the hex sha256 of a document's canonical JSON: the digest of settings, schemas and listings."""
     return sha256_text(json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
 
-def _names_in(folder: Path) -> list[str]:
+def _list_folder(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -334,16 +334,16 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, where they are missing, and the names of the new ones durable."""
+    """Make a folder and those above it, where they are missing, and the names of the new ones durable."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with taking_files(path):
+    with refuse_missing_folder(path):
         path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -352,7 +352,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """A file opened for reading. Nobody waits for a pipe to be written to, or reads a device without an end."""
+    """Open a file for reading. Nobody waits for a pipe to be written to, or reads a device without an end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         kind = os.fstat(descriptor).st_mode
@@ -367,15 +367,15 @@ def _open_regular(path: Path) -> BinaryIO:
 
 
 def _finish_file(path: Path) -> None:
-    """Makes a file durable, and readable for others: whoever wrote it may have kept it for itself."""
+    """Make a file durable, and readable for others: whoever wrote it may have kept it for itself."""
     path.chmod(PUBLISHED_MODE)
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
 @contextlib.contextmanager
-def _written_aside(path: Path, content: bytes) -> Iterator[str]:
-    with taking_files(path.parent):
+def _write_aside(path: Path, content: bytes) -> Iterator[str]:
+    with refuse_missing_folder(path.parent):
         descriptor, aside = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as stream:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def start(work: Callable[[], T], name: str) -> Future[T]:
-    """Runs `work` in a daemon thread of that name; what it returns or raises is the future's."""
+    """Run `work` in a daemon thread of that name; what it returns or raises is the future's."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -250,7 +250,7 @@ def _make_registration(
         version=registered.version,
         logged_model_id=registered.logged_model_id,
         mlflow_run_id=registered.mlflow_run_id,
-        tracking_uri=endpoint.redacted(config.tracking.uri),
+        tracking_uri=endpoint.redact(config.tracking.uri),
         promoted=result.decision.promote,
         reason=result.decision.reason,
         reasons=list(result.decision.reasons),

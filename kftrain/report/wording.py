@@ -13,7 +13,7 @@ import re
 import unicodedata
 from typing import Any
 
-from kftrain.core.credentials import redacted
+from kftrain.core.credentials import redact
 
 MINUS = "\u2212"
 REPLACEMENT = "\ufffd"
@@ -26,7 +26,7 @@ _FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 def clean(value: Any) -> str:
     """Return text that is safe to show, without credentials and control characters; it is not yet escaped."""
-    return _FORBIDDEN.sub(REPLACEMENT, redacted(str(value)))
+    return _FORBIDDEN.sub(REPLACEMENT, redact(str(value)))
 
 
 def to_finite(value: Any) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from kftrain.core.outages import one_line, plain_errors, retrying_for
+from kftrain.core.outages import one_line, retry_for, simplify_errors
 from kftrain.core.progress import to_log
 from kftrain.errors import KftrainError, StorageError
 
@@ -21,7 +21,7 @@ REPORT_SECONDS = 10.0
 def best_effort(what: str, retry_seconds: float = 0.0) -> Iterator[None]:
     """Run a block that may fail: a failure of storage, or of what it holds, is a warning that begins with `what`."""
     try:
-        with retrying_for(retry_seconds), plain_errors(""):
+        with retry_for(retry_seconds), simplify_errors(""):
             yield
     except (KftrainError, OSError, ValueError) as error:  # ValueError: what was read is damaged
         why = error.line if isinstance(error, KftrainError) else one_line(error)
@@ -32,7 +32,7 @@ def best_effort(what: str, retry_seconds: float = 0.0) -> Iterator[None]:
 def retryable(what: str, where: str) -> Iterator[None]:
     """Run a block in which a failure of storage is a StorageError that says `what`; errors of ours pass."""
     try:
-        with plain_errors(where, what):
+        with simplify_errors(where, what):
             yield
     except OSError as error:
         raise StorageError(f"{what}: {one_line(error)}", where=where) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress
-from kftrain.data.conversion import conversion_of
+from kftrain.data.conversion import find_conversion
 from kftrain.data.settings import NEW, REPLAYED
 from kftrain.data.shards.manifest import Manifest, read_manifest
 from kftrain.errors import ConfigError, DataError, KftrainError
@@ -142,7 +142,7 @@ def _manifest_uri(root: str, dataset_digest: str) -> str:
 def _profile(config: Config, manifest_uri: str, task: Task) -> Profile:
     """Return the profile of a dataset; make it and write it beside the manifest if it is missing."""
     manifest = read_manifest(manifest_uri)
-    return write_profile(manifest_uri, manifest, tuple(task.targets), conversion_of(manifest, task))
+    return write_profile(manifest_uri, manifest, tuple(task.targets), find_conversion(manifest, task))
 
 
 def _describe_dataset(profile: Profile, manifest_uri: str) -> ProfiledDataset:

@@ -87,7 +87,7 @@ def shard_dataset(config: Config, task: EncodingTask, progress: Progress) -> Sha
     manifest, level = _find(root, pointer, sharding.state, progress)
     reused = manifest is not None
     if manifest is None:
-        with storage.telling_of_disks(storage.join(root, "shards")):
+        with storage.explain_disk_errors(storage.join(root, "shards")):
             manifest = sharding.run(level)
             digest = manifest.dataset_digest
             if config.data.stratify:

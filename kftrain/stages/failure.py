@@ -43,7 +43,7 @@ def report_failure(stage: str, paths: RunPaths, config: Config, progress: Progre
         storage.remove(paths.error)
         storage.remove(paths.failure)
         try:
-            with stage_lifetime.signals_as_errors(), storage.telling_of_disks(paths.uri):
+            with stage_lifetime.signals_as_errors(), storage.explain_disk_errors(paths.uri):
                 yield
         except FencedError:  # the run is another's: what it says and what MLflow shows of it is not ours
             raise
@@ -67,7 +67,7 @@ def keep_heartbeat(paths: RunPaths, config: Config) -> contextlib.AbstractContex
 @contextlib.contextmanager
 def announce_failure(stage: str, progress: Progress) -> Iterator[None]:
     """Run code that needs no run's folder; a failure or a signal reaches the log and the pod's termination message."""
-    with _tell_failure(stage, progress), stage_lifetime.signals_as_errors(), storage.telling_of_disks(""):
+    with _tell_failure(stage, progress), stage_lifetime.signals_as_errors(), storage.explain_disk_errors(""):
         yield
 
 

@@ -117,7 +117,7 @@ def check_samples(config: Config, num_samples: int) -> None:
 
 def check_credentials(config: Config) -> None:
     """Raises ConfigError where a text holds a password, a token or a signature: the run's folder keeps all of them."""
-    for key in credentials.keys_with_credentials(config.to_dict()):
+    for key in credentials.find_credentials(config.to_dict()):
         fix = "put them into the environment, where its reader looks for them"
         if key == "tracking.uri":
             fix = "set MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN, instead"
@@ -129,7 +129,7 @@ def check_writable(config: Config) -> None:
     root = config.run.storage_root
     probe = storage.join(root, f".kftrain-probe-{secrets.token_hex(4)}")
     try:
-        with storage.plain_errors(root):
+        with storage.simplify_errors(root):
             storage.publish(probe, "kftrain\n")
             content = storage.read_text(probe)
             storage.remove(probe)

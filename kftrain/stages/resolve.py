@@ -141,7 +141,7 @@ def anchor_paths(config: Config, base: str | Path) -> Config:
     """
     data = config.data
     if not config.launch.is_remote:
-        uri, variables = credentials.taken_out(config.tracking.uri)
+        uri, variables = credentials.take_out_credentials(config.tracking.uri)
         for name, value in variables.items():
             os.environ.setdefault(name, value)
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})

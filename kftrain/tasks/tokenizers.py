@@ -220,7 +220,7 @@ def build_tokenizer(option: TokenizerOption | None) -> Tokenizer:
 
 def _fetch_file(uri: str) -> bytes:
     try:
-        with storage.plain_errors(uri):
+        with storage.simplify_errors(uri):
             if (size := storage.size_bytes(uri)) > MAX_TOKENIZER_BYTES:
                 raise ConfigError(f"larger than {MAX_TOKENIZER_BYTES} bytes", where=uri, value=size)
             return storage.read_bytes(uri)

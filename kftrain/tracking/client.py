@@ -54,7 +54,7 @@ def ensure_experiment(uri: str, name: str, artifact_location: str | None) -> str
         with session.connect(uri, f"cannot create the experiment {name}", session.TAKEN) as client:
             experiment = client.get_experiment_by_name(name)
             return str(experiment.experiment_id if experiment else client.create_experiment(name, artifact_location))
-    raise TrackingError("the experiment cannot be found nor created", where=endpoint.redacted(uri), value=name)
+    raise TrackingError("the experiment cannot be found nor created", where=endpoint.redact(uri), value=name)
 
 
 def find_run(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
@@ -166,7 +166,7 @@ def log_dataset(
         name=name,
         digest=digest[:_MAX_DATASET_DIGEST_LENGTH],
         source_type=source_uri.split("://", 1)[0] if "://" in source_uri else "local",
-        source=json.dumps({"uri": endpoint.redacted(source_uri)}),
+        source=json.dumps({"uri": endpoint.redact(source_uri)}),
         profile=json.dumps(dict(profile)) if profile else None,
         schema=json.dumps({"fields": dict(fields)}) if fields else None,
     )

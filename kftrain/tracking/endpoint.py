@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from kftrain.core import credentials
-from kftrain.core.credentials import redacted as redacted
+from kftrain.core.credentials import redact as redact
 from kftrain.errors import TrackingError
 from kftrain.tracking.settings import TrackingConfig
 
@@ -63,7 +63,7 @@ def require_supported(uri: str) -> None:
             "MLflow does not keep runs in a plain folder any more",
             "use sqlite:///mlflow.db, or a server, http://…",
         )
-        raise TrackingError(what, where="tracking.uri", value=redacted(uri), fix=fix)
+        raise TrackingError(what, where="tracking.uri", value=redact(uri), fix=fix)
 
 
 def require_private_credentials(tracking: TrackingConfig) -> None:
@@ -93,7 +93,7 @@ def probe(uri: str, timeout_seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
         answer.close()
     except (OSError, ValueError) as error:
         what = f"the MLflow server does not answer: {getattr(error, 'reason', error)}"
-        raise TrackingError(what, where=redacted(uri), fix="start it, or check tracking.uri and the network") from error
+        raise TrackingError(what, where=redact(uri), fix="start it, or check tracking.uri and the network") from error
 
 
 @contextlib.contextmanager

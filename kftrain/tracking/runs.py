@@ -116,7 +116,7 @@ def read_status(uri: str, mlflow_run_id: str) -> str:
 def finish_run(uri: str, mlflow_run_id: str, status: Status, tags: Mapping[str, str] | None = None) -> None:
     """End a run as FINISHED, FAILED or KILLED; one that has this status keeps its time of end. Raises TrackingError."""
     if tags:
-        client.set_tags(uri, mlflow_run_id, {key: endpoint.redacted(value) for key, value in tags.items()})
+        client.set_tags(uri, mlflow_run_id, {key: endpoint.redact(value) for key, value in tags.items()})
     if read_status(uri, mlflow_run_id) != status:
         client.set_status(uri, mlflow_run_id, status)
 
@@ -239,7 +239,7 @@ def make_source_tags() -> dict[str, str]:
         "mlflow.source.type": "JOB" if os.environ.get("KFP_POD_NAME") else "LOCAL",
         "mlflow.source.git.commit": find_git_commit().removesuffix("-dirty"),
     }
-    return {tag: endpoint.redacted(value) for tag, value in tags.items() if value}
+    return {tag: endpoint.redact(value) for tag, value in tags.items() if value}
 
 
 def find_git_commit() -> str:
@@ -277,14 +277,14 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
-            flat[f"{prefix}{key}"[:MAX_NAME_LENGTH]] = endpoint.redacted(str(value))
+            flat[f"{prefix}{key}"[:MAX_NAME_LENGTH]] = endpoint.redact(str(value))
     return flat
 
 
 def require_run(uri: str, mlflow_run_id: str) -> client.RunRecord:
     """Read the record of a run. Raises TrackingError, which names the missing step, if no run was started."""
     if not mlflow_run_id:
-        raise TrackingError("no MLflow run was started", where=endpoint.redacted(uri), fix="run the training first")
+        raise TrackingError("no MLflow run was started", where=endpoint.redact(uri), fix="run the training first")
     return client.read_run(uri, mlflow_run_id)
 
 

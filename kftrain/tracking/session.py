@@ -112,14 +112,14 @@ def connect(uri: str, failure: str, harmless: str = "") -> Iterator[Any]:
     except KftrainError:
         raise
     except Exception as error:  # drivers of artifact stores raise what they like; bugs pass
-        if not (isinstance(error, expected) or outages.is_of_a_driver(error)):
+        if not (isinstance(error, expected) or outages.is_from_driver(error)):
             raise
         if harmless and getattr(error, "error_code", "") == harmless:
             return
-        message = endpoint.redacted(str(error)).partition("\n")[0][:500]
+        message = endpoint.redact(str(error)).partition("\n")[0][:500]
         # Not chained: the cause may show credentials that are part of the URI.
         raise MlflowError(
-            f"{failure}: {message}", where=f"MLflow at {endpoint.redacted(uri)}", fix=_suggest_fix(message)
+            f"{failure}: {message}", where=f"MLflow at {endpoint.redact(uri)}", fix=_suggest_fix(message)
         ) from None
 
 

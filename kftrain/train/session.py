@@ -160,7 +160,13 @@ def _take_steps(
     )
     saving, first_step = config.checkpoint, loaded.manifest.step if loaded else 0
     writer = CheckpointWriter(
-        training.paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds, setup.first_use.make_barrier
+        training.paths,
+        world,
+        identity,
+        saving.keep_last,
+        first_step,
+        saving.timeout_seconds,
+        setup.first_use.make_barrier,
     )
     tracker = _open_tracker(training.paths, config, scratch) if world.is_main else None
     num_quick = config.evaluate.max_interval_samples

@@ -48,7 +48,7 @@ def classify(error: BaseException) -> KftrainError | None:
     if isinstance(error, KftrainError):
         return error
     if storage.is_full(error):
-        return storage.full_error(error)
+        return storage.make_full_error(error)
     if storage.is_outage(error):
         return StorageAwayError(
             f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}"

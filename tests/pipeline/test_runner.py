@@ -15,7 +15,7 @@ from kfp.compiler import Compiler
 
 from kftrain.client import pipeline_process
 from kftrain.client.pipeline_process import PipelineProcess
-from kftrain.core.progress import unmarked
+from kftrain.core.progress import strip_mark
 from kftrain.kubeflow import parameters
 from kftrain.pipelines.compile import compiled
 
@@ -160,7 +160,7 @@ def test_arguments_arrive_as_they_were_given(tmp_path, folders):
     assert process.follow(lines.append) == 0
     assert (folders[1] / "seen").read_text() == str(folders[1])
     assert (folders[0] / "cleaned").read_text() == "SUCCEEDED"
-    assert [unmarked(line) for line in lines if unmarked(line)] == ["ready", "ready"]
+    assert [strip_mark(line) for line in lines if strip_mark(line)] == ["ready", "ready"]
     assert process.stop_code == 0
 
 
@@ -180,7 +180,7 @@ def test_a_signal_stops_the_step_and_the_exit_handler_still_runs(tmp_path, folde
     process = start(tmp_path, folders, 60.0)
 
     def stop_when_ready(line):
-        if unmarked(line) == "ready":
+        if strip_mark(line) == "ready":
             os.kill(os.getpid(), number)
 
     assert process.follow(stop_when_ready) != 0
@@ -207,7 +207,7 @@ def test_a_terminal_that_is_closed_may_say_so_twice(tmp_path, folders):
     process = start(tmp_path, folders, 60.0)
 
     def hang_up_twice(line):
-        if unmarked(line) == "ready":
+        if strip_mark(line) == "ready":
             os.kill(os.getpid(), signal.SIGHUP)
             while not process.stop_code:
                 time.sleep(0.001)
@@ -222,7 +222,7 @@ def test_an_output_that_nobody_reads_any_more_stops_the_step_too(tmp_path, folde
     process = start(tmp_path, folders, 60.0)
 
     def broken_pipe(line):
-        if unmarked(line) == "ready":
+        if strip_mark(line) == "ready":
             raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
@@ -236,7 +236,7 @@ def test_a_second_signal_kills_everything_at_once(tmp_path, folders):
     process = start(tmp_path, folders, 60.0)
 
     def stop_twice(line):
-        if unmarked(line) == "ready":
+        if strip_mark(line) == "ready":
             os.kill(os.getpid(), signal.SIGINT)
             while not process.stop_code:  # two signals at once may be delivered as one
                 time.sleep(0.001)

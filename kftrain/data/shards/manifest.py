@@ -362,7 +362,7 @@ def reading(uri: str, fix: str = SHARD_AGAIN) -> Iterator[None]:
     Storage that is away for now is a StorageError: another attempt may find it.
     """
     try:
-        with storage.plain_errors(uri):
+        with storage.simplify_errors(uri):
             yield
     except FileNotFoundError as error:
         raise DataError("missing", where=uri, fix=fix) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kftrain import errors
-from kftrain.core.credentials import redacted
+from kftrain.core.credentials import redact
 from kftrain.errors import FailureClass, KftrainError, LaunchError, StorageError
 from kftrain.launch.kubernetes.logs import FIRST
 from kftrain.launch.kubernetes.observation import Pod, place_of
@@ -76,7 +76,7 @@ def _is_consequence(error: ErrorDocument | None) -> bool:
 
 def _from_error(task: str, error: ErrorDocument, tails: Mapping[str, Sequence[str]]) -> ErrorDocument:
     """Summarize an attempt by its workers' own error, without credentials and with that worker's last lines."""
-    texts = {name: redacted(getattr(error, name)) for name in ("line", "what", "where", "fix")}
+    texts = {name: redact(getattr(error, name)) for name in ("line", "what", "where", "fix")}
     return error.model_copy(
         update={**texts, "stage": task, "last_lines": _last_lines(tails, place_of(WORKER, error.node_rank or 0))}
     )
@@ -89,8 +89,8 @@ def _summary(
         stage=task,
         kind=StorageError.__name__ if (kind, code) == (FailureClass.STORAGE, StorageError.exit_code) else "",
         failure_class=kind,
-        line=redacted(line),
-        what=redacted(line),
+        line=redact(line),
+        what=redact(line),
         exit_code=code,
         node=pod.node if pod else "",
         pod=pod.name if pod else "",
@@ -100,7 +100,7 @@ def _summary(
 
 def _last_lines(tails: Mapping[str, Sequence[str]], place: str) -> list[str]:
     """Return the last lines of a pod's log, without the credentials that drivers and libraries quote."""
-    return [redacted(line) for line in list(tails.get(place, ()))[-SHOWN_LINES:]]
+    return [redact(line) for line in list(tails.get(place, ()))[-SHOWN_LINES:]]
 
 
 def _words(pod: Pod) -> str:

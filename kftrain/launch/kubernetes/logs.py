@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
-from kftrain.core.progress import STEP, to_log, unmarked
+from kftrain.core.progress import STEP, strip_mark, to_log
 from kftrain.errors import KftrainError
 from kftrain.launch.kubernetes.observation import Pod, place_of
 from kftrain.launch.spec import WORKER
@@ -204,7 +204,7 @@ class Logs:
 
     def _take(self, pod: Pod, line: str, gauge: _Gauge) -> None:
         """Keep a line in the pod's tail, note its step, and show it; lines about steps are shown at any rate."""
-        text = unmarked(line)
+        text = strip_mark(line)
         step = STEP.search(text) if text is not None else None
         with self._lock:
             self._tails[pod.place].append(line)

@@ -54,7 +54,7 @@ class PartStore:
 
     def encode(self, source: Source, part: SourcePart, progress: Progress) -> PartDocument:
         """Read, encode and publish a part. Raises DataError, UserCodeError, or RetryableError for a full disk."""
-        with storage.telling_of_disks(self.shards_uri), staging_folder(self.shards_uri) as folder:
+        with storage.explain_disk_errors(self.shards_uri), staging_folder(self.shards_uri) as folder:
             document = encode_part(self.encoding, source.read(part), folder, progress)
             storage.publish_json(str(folder / PART_NAME), document.to_dict())
             publish_folder(folder, self.uri(document.part_digest), PART_NAME, self._is_good)

@@ -138,8 +138,8 @@ def _list_remote(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFi
         parts = name.split("/")
         if not any(map(_hidden, parts)) and skipped_folders.isdisjoint(parts[:-1]):
             state = str(info.get("VersionId") or info.get("generation") or "")
-            file = SourceFile(name, path, int(info["size"]), storage.version_of(info), state)
-            yield ListedFile(file, storage.modified_of(info))
+            file = SourceFile(name, path, int(info["size"]), storage.read_version(info), state)
+            yield ListedFile(file, storage.read_modified(info))
 
 
 def is_hidden(name: str) -> bool:

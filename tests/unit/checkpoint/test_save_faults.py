@@ -77,7 +77,7 @@ def test_fault_48_a_full_disk_fails_the_save_in_its_own_words_and_nothing_is_lef
 @pytest.mark.parametrize("name", ["mkdir", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
 def test_fault_48_any_refusal_of_a_disk_is_retryable_and_told(paths, writer, monkeypatch, name, code):
-    with monkeypatch.context() as patch, storage.retrying_for(0):
+    with monkeypatch.context() as patch, storage.retry_for(0):
         patch.setattr(os, name, refusing(code))
         with pytest.raises(RetryableError) as caught:
             checkpoints.save(writer, 2)
@@ -161,7 +161,7 @@ def test_an_object_store_that_refuses_in_the_middle_keeps_nothing_of_the_save(wo
     attempts.claim(paths, 0, 1)
     writer = checkpoints.writer_of(paths, world)
     checkpoints.save(writer, 1)
-    with monkeypatch.context() as patch, storage.retrying_for(0):
+    with monkeypatch.context() as patch, storage.retry_for(0):
         patch.setattr(commit, "commit", refusing(errno.EIO))
         with pytest.raises(RetryableError, match="could not be committed"):
             checkpoints.save(writer, 2)

@@ -6,7 +6,7 @@ import pytest
 from kftrain.client.console import PlainDisplay, TerminalDisplay, show_step
 from kftrain.core import progress
 from kftrain.core.printable import printable
-from kftrain.core.progress import PREFIX, to_log, unmarked
+from kftrain.core.progress import PREFIX, strip_mark, to_log
 from kftrain.errors import KftrainError
 from kftrain.process.output import Console
 
@@ -83,8 +83,8 @@ def test_on_a_terminal_the_bar_goes_when_training_is_done():
 def test_a_marked_line_is_found_again_however_it_was_indented(capfd):
     to_log("shards written")
     written = capfd.readouterr().out
-    assert unmarked("    " + written) == "shards written"
-    assert unmarked("shards written") is None
+    assert strip_mark("    " + written) == "shards written"
+    assert strip_mark("shards written") is None
     assert written.startswith(PREFIX)
 
 

@@ -6,7 +6,7 @@ import string
 import pytest
 
 from kftrain.core import credentials
-from kftrain.core.credentials import redacted, stand_in, taken_out
+from kftrain.core.credentials import holds_credentials, redact, take_out_credentials
 from kftrain.errors import TrackingError, error_to_dict
 
 PASSWORDS = ["p/ss", "p@ss", "p'ss", 'p"ss', "p ss", "p@s/s", "a b@c d", "5/canary", "#x", "?x=1", "a:b", "p<s>", "//@"]
@@ -16,7 +16,7 @@ PASSWORDS = ["p/ss", "p@ss", "p'ss", 'p"ss', "p ss", "p@s/s", "a b@c d", "5/cana
 @pytest.mark.parametrize("scheme", ["http", "https", "postgresql+psycopg2"])
 def test_no_part_of_a_password_in_a_uri_is_shown(password: str, scheme: str) -> None:
     uri = f"{scheme}://user:{password}@host.example:5000/path"
-    assert redacted(uri) == f"{scheme}://host.example:5000/path"
+    assert redact(uri) == f"{scheme}://host.example:5000/path"
     error = TrackingError("away", where=uri, value=uri, fix=f"see {scheme}://host.example")
     for text in (error.line, *map(str, error.to_dict().values()), str(error)):
         assert password not in text and "user" not in text
@@ -27,8 +27,8 @@ def test_passwords_of_random_punctuation_leave_nothing_behind() -> None:
     for _ in range(3000):
         password = "".join(draw.choice(string.punctuation + " ") for _ in range(draw.randint(1, 12))) + "CANARY"
         uri = f"https://user:{password}@host/api"
-        assert redacted(uri) == "https://host/api"
-        assert "CANARY" not in redacted(f"GET {uri}")
+        assert redact(uri) == "https://host/api"
+        assert "CANARY" not in redact(f"GET {uri}")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_passwords_of_random_punctuation_leave_nothing_behind() -> None:
     ],
 )
 def test_what_is_shown_of_a_text(text: str, expected: str) -> None:
-    assert redacted(text) == expected
+    assert redact(text) == expected
 
 
 def test_secrets_of_the_environment_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_secrets_of_the_environment_are_shown_nowhere(monkeypatch: pytest.Monkey
     error = error_to_dict(ValueError("with pa ss@w/ord'1 and abc%2Fdef%2Bghi and abc/def+ghi"))
     assert "ss@w" not in error["line"] and "def" not in error["line"].replace("_def", "")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "a")
-    assert redacted("a banana") == "a banana"
+    assert redact("a banana") == "a banana"
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def test_secrets_of_the_environment_are_shown_nowhere(monkeypatch: pytest.Monkey
     ],
 )
 def test_which_uris_hold_credentials(uri: str, expected: bool) -> None:
-    assert stand_in(uri) == expected
+    assert holds_credentials(uri) == expected
 
 
 def test_user_and_password_go_where_mlflow_looks_for_them() -> None:
     variables = {credentials.USERNAME_VARIABLE: "u", credentials.PASSWORD_VARIABLE: "p@/s"}
-    assert taken_out("https://u:p%40%2Fs@host:1/x?y") == ("https://host:1/x?y", variables)
+    assert take_out_credentials("https://u:p%40%2Fs@host:1/x?y") == ("https://host:1/x?y", variables)
     for uri in ("https://TOKEN@host", "http://host:5000", "sqlite:///x", "postgresql://u:p@h/d", "http://u:p/w@host"):
-        assert taken_out(uri) == (uri, {})
+        assert take_out_credentials(uri) == (uri, {})

@@ -31,7 +31,7 @@ def server():
         for name, value in running.environment.items():
             patch.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
-        with outages.retrying_for(0):
+        with outages.retry_for(0):
             storage.exists(URI)  # reads botocore's models, which takes longer than a short deadline
         yield running
     running.close()
@@ -84,7 +84,7 @@ def test_a_server_that_accepts_and_never_answers_is_an_outage(server_of, name):
     server_of().plan["HEAD"] = "silent" if name in ("size_bytes", "exists") else "answer"
     began = time.monotonic()
     with (
-        outages.retrying_for(0),
+        outages.retry_for(0),
         pytest.raises(RetryableError, match=r"cannot be reached: TimeoutError: .* no answer within"),
     ):
         SILENT[name](URI)
@@ -96,7 +96,7 @@ def test_a_server_that_accepts_and_never_answers_is_an_outage(server_of, name):
 def test_a_server_that_drips_or_stops_in_the_middle_is_an_outage(server_of, name, what):
     server_of(GET=what)
     began = time.monotonic()
-    with outages.retrying_for(0), pytest.raises(RetryableError, match="storage cannot be reached"):
+    with outages.retry_for(0), pytest.raises(RetryableError, match="storage cannot be reached"):
         READS[name](URI)
     assert time.monotonic() - began < ENDED_SECONDS
 
@@ -105,7 +105,7 @@ def test_a_server_that_drips_or_stops_in_the_middle_is_an_outage(server_of, name
 def test_less_than_an_object_has_is_an_outage_and_not_its_content(server_of, monkeypatch, name):
     monkeypatch.setattr(server_of(GET="short", PUT=412), "objects", {"/bucket/a/b": BODY})
     work = READS.get(name, lambda uri: storage.create(uri, BODY))
-    with outages.retrying_for(0), pytest.raises(RetryableError, match="bytes came instead of"):
+    with outages.retry_for(0), pytest.raises(RetryableError, match="bytes came instead of"):
         work(URI)
 
 
@@ -113,7 +113,7 @@ def test_less_than_an_object_has_is_an_outage_and_not_its_content(server_of, mon
 def test_a_server_that_answers_with_an_error_is_an_outage(server_of, status):
     server_of(GET=status, PUT=status)
     for work in (storage.read_bytes, lambda uri: storage.publish(uri, b"x")):
-        with outages.retrying_for(0), pytest.raises(RetryableError):
+        with outages.retry_for(0), pytest.raises(RetryableError):
             work(URI)
 
 
@@ -141,7 +141,7 @@ def test_a_stream_appears_when_it_is_whole_and_goes_when_it_is_not(tmp_path, roo
 
 def test_fault_12_a_read_that_never_returns_names_its_object(server_of):
     server_of(GET="stall")
-    with outages.retrying_for(0), pytest.raises(RetryableError) as caught:
+    with outages.retry_for(0), pytest.raises(RetryableError) as caught:
         storage.read_ranges("s3://bucket/shards/train-00003.tar", [0], [9000])
     assert "s3://bucket/shards/train-00003.tar" in caught.value.line
 
@@ -205,7 +205,7 @@ def test_fault_66_an_upload_that_is_interrupted_is_made_whole_or_not_believed(tm
     upload(f"{root}/whole")
     assert [storage.read_bytes(f"{root}/whole/{n}") for n in range(6)] == [bytes([n]) * 100 for n in range(6)]
     troubles[:] = [ConnectionResetError(104, "reset")]
-    with outages.retrying_for(0), pytest.raises(RetryableError):
+    with outages.retry_for(0), pytest.raises(RetryableError):
         upload(f"{root}/half")
     assert storage.exists(f"{root}/half/1") and not storage.exists(f"{root}/half/manifest.json")
 
@@ -243,5 +243,5 @@ def test_a_process_that_others_wait_for_gives_up_before_they_do(monkeypatch):
 def test_the_deadline_follows_from_the_bytes():
     assert remote.Deadline().seconds(0) < remote.Deadline().seconds(1 << 30)
     usual = remote.Deadline().seconds(0)
-    with outages.retrying_for(0):
+    with outages.retry_for(0):
         assert remote.Deadline().seconds(0) < usual

@@ -48,7 +48,7 @@ def test_what_is_no_json_is_an_error_that_names_the_file(root, content, read):
 @pytest.mark.parametrize("uri", ["/proc/x.json", "/proc/x/y.json", "/proc/self/x.json", "/dev/null/x"])
 def test_a_place_that_takes_no_files_is_refused_by_name(uri, write):
     folder = uri.rsplit("/", 1)[0]
-    with pytest.raises(ConfigError, match=f"^{folder}.*: the system refuses it"), outages.telling_of_disks(""):
+    with pytest.raises(ConfigError, match=f"^{folder}.*: the system refuses it"), outages.explain_disk_errors(""):
         write(uri, "1")
 
 

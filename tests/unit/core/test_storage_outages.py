@@ -105,7 +105,7 @@ def test_what_passes_within_a_moment_is_not_said(store):
 
 def test_whoever_waits_gets_an_answer_at_once(store):
     store.call()
-    with outages.retrying_for(0), pytest.raises(RetryableError):
+    with outages.retry_for(0), pytest.raises(RetryableError):
         store.away(DOWN, 1e9).call()
     assert store.calls == 2 and store.now == 0
 
@@ -184,7 +184,7 @@ def test_outages_of_all_drivers_are_recognised(error, outage):
     ],
 )
 def test_storage_fails_by_two_kinds_of_exceptions_whatever_its_driver_raises(error, kind):
-    with pytest.raises(kind) as caught, outages.plain_errors("s3://b/x"):
+    with pytest.raises(kind) as caught, outages.simplify_errors("s3://b/x"):
         raise error
     assert "s3://b/x" in str(caught.value) and type(error).__name__ in str(caught.value)
     assert not (kind is OSError and outages.is_outage(caught.value))
@@ -194,7 +194,7 @@ def test_what_comes_out_of_a_driver_is_its_own_whatever_it_is():
     """aiohttp says that its session is closed by a RuntimeError."""
     drivers = {"__name__": "aiohttp.client", "error": RuntimeError("Session is closed")}
     exec("def get():\n    raise error", drivers)
-    with pytest.raises(OSError, match="RuntimeError: Session is closed"), outages.plain_errors("s3://b/x"):
+    with pytest.raises(OSError, match="RuntimeError: Session is closed"), outages.simplify_errors("s3://b/x"):
         drivers["get"]()
 
 
@@ -203,7 +203,7 @@ def test_what_comes_out_of_a_driver_is_its_own_whatever_it_is():
     [FileNotFoundError("x"), OSError(errno.ENOSPC, "full"), RetryableError("x"), KeyError("a bug"), TypeError("a bug")],
 )
 def test_bugs_and_what_the_file_system_says_pass(error):
-    with pytest.raises(type(error)) as caught, outages.plain_errors("s3://b/x"):
+    with pytest.raises(type(error)) as caught, outages.simplify_errors("s3://b/x"):
         raise error
     assert caught.value is error
 

@@ -140,7 +140,7 @@ def test_attempts_without_progress_are_limited(paths, monkeypatch):
 @pytest.mark.parametrize(
     "error",
     [
-        storage.full_error(OSError(28, "No space left on device", "/disk/x")),
+        storage.make_full_error(OSError(28, "No space left on device", "/disk/x")),
         StorageError("storage cannot be reached for 600 s: TimeoutError"),
     ],
 )

@@ -88,7 +88,7 @@ def test_what_is_still_in_the_pipe_at_the_end_is_read(tmp_path, monkeypatch, cap
 
 def test_lines_of_ours_are_recognised_behind_the_name(tmp_path, capfd):
     run(tmp_path, range(2))
-    marked = [progress.unmarked(line) for line in capfd.readouterr().out.splitlines()]
+    marked = [progress.strip_mark(line) for line in capfd.readouterr().out.splitlines()]
     assert [text for text in marked if text] == ["step 3/20 loss 1"] * 2
 
 

@@ -135,7 +135,7 @@ def test_where_we_are_is_told_by_the_environment(monkeypatch):
 
 
 def test_a_full_disk_is_the_storages_failure_and_no_lost_peer():
-    error = ErrorDocument.of(storage.full_error(OSError(28, "No space left on device", "/disk/x")))
+    error = ErrorDocument.of(storage.make_full_error(OSError(28, "No space left on device", "/disk/x")))
     assert error.failure_class is FailureClass.STORAGE
     assert "Free some" in advice.advise(error, AT_HOME).text
     assert ErrorDocument.of(errors.LostPeerError("lost contact")).failure_class is FailureClass.NETWORK

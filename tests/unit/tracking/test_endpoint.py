@@ -42,7 +42,7 @@ def test_a_server_that_accepts_but_never_answers_is_reported():
 
 def test_credentials_are_removed_from_every_uri_in_a_text():
     text = "request to https://user:secret@host/api failed, not http://a@b/c, but sqlite:////x@y.db"
-    assert endpoint.redacted(text) == "request to https://host/api failed, not http://b/c, but sqlite:////x@y.db"
+    assert endpoint.redact(text) == "request to https://host/api failed, not http://b/c, but sqlite:////x@y.db"
 
 
 @pytest.mark.slow
