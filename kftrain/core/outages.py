@@ -238,6 +238,7 @@ class OutagePolicy:
                 answer = work()
             except Exception as error:  # drivers of object stores raise what they like
                 if not self._passes(error, store, kind):
+                    # A store that says that something is not there, or is there already, has answered all the same.
                     if isinstance(error, (FileNotFoundError, FileExistsError)):
                         self._note_answer(store, kind, was_away)
                     raise

@@ -75,7 +75,7 @@ class RemotePath:
     def __init__(self, uri: str) -> None:
         """Raises ConfigError where no driver is installed."""
         self.uri = uri
-        self._open_filesystem, self._path = _open_filesystem(uri)
+        self._filesystem, self._path = _open_filesystem(uri)
 
     def exists(self) -> bool:
         """Tell whether an object, or anything below it, is there."""
@@ -98,7 +98,8 @@ class RemotePath:
 
     def names(self) -> list[str]:
         """List names directly below a folder; empty where there is none."""
-        self._open_filesystem.invalidate_cache(self._path)
+        # Drivers remember listings, and another process may have written since.
+        self._filesystem.invalidate_cache(self._path)
         try:
             paths = self._call("ls", detail=False)
         except FileNotFoundError:
@@ -109,7 +110,7 @@ class RemotePath:
         """Return the URI of every object at or below the path -> its name there, and what the store says of it."""
         root, objects = self._path.rstrip("/"), self._call("find", detail=True)
         return {
-            str(self._open_filesystem.unstrip_protocol(path)): (
+            str(self._filesystem.unstrip_protocol(path)): (
                 path.removeprefix(root).lstrip("/") or path.rsplit("/", 1)[-1],
                 dict(info),
             )
@@ -147,7 +148,7 @@ class RemotePath:
         What the driver has sent is never sent again.
         """
         raw = _ObjectWriter(
-            _run_in_thread(lambda: self._open_filesystem.open(self._path, "wb"), deadline.seconds(), self.uri), self.uri
+            _run_in_thread(lambda: self._filesystem.open(self._path, "wb"), deadline.seconds(), self.uri), self.uri
         )
         try:
             with io.BufferedWriter(raw, WRITE_BYTES) as stream:
@@ -210,20 +211,20 @@ class RemotePath:
     def _run(self, name: str, calls: Sequence[_Call], num_bytes: int) -> list[Any]:
         """Call a method of the driver, all calls at once where it can, until their deadline."""
         seconds = deadline.seconds(num_bytes)
-        coroutine = getattr(self._open_filesystem, f"_{name}", None)
-        if not (getattr(self._open_filesystem, "async_impl", False) and inspect.iscoroutinefunction(coroutine)):
-            method = getattr(self._open_filesystem, name)
+        coroutine = getattr(self._filesystem, f"_{name}", None)
+        if not (getattr(self._filesystem, "async_impl", False) and inspect.iscoroutinefunction(coroutine)):
+            method = getattr(self._filesystem, name)
             return _run_in_thread(lambda: [method(*c.arguments, **c.options) for c in calls], seconds, self.uri)
         try:
-            answers = fsspec.asyn.sync(self._open_filesystem.loop, _call_together, coroutine, calls, timeout=seconds)
+            answers = fsspec.asyn.sync(self._filesystem.loop, _call_together, coroutine, calls, timeout=seconds)
         except asyncio.TimeoutError as error:
             raise _make_late_error(seconds, self.uri) from error
         return cast("list[Any]", answers)
 
     def _require_exclusive_writes(self) -> None:
         """Raise ConfigError for an older driver, which takes `mode` for one more option, drops it, and overwrites."""
-        if "mode" not in inspect.signature(self._open_filesystem.pipe_file).parameters:
-            driver = type(self._open_filesystem).__module__.split(".")[0]
+        if "mode" not in inspect.signature(self._filesystem.pipe_file).parameters:
+            driver = type(self._filesystem).__module__.split(".")[0]
             raise ConfigError(
                 "the driver of this store cannot create a file exclusively",
                 where=self.uri,

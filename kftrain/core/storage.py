@@ -223,6 +223,8 @@ def publish(uri: str, data: bytes | str) -> None:
         return RemotePath(uri).write(content)
     path = local_path(uri)
     make_folder(path.parent)
+    # The content is durable before it gets its name, and the name after that: after a power cut there is the old file
+    # or the whole new one, never a name without content.
     with _write_aside(path, content) as aside:
         os.replace(aside, path)
     sync_folder(path.parent)
@@ -277,6 +279,8 @@ def new_folder(uri: str) -> Iterator[Path]:
         yield content
         for path in [*content.rglob("*"), content]:
             sync_folder(path) if path.is_dir() else _finish_file(path)
+        # A rename to a folder that is not empty fails, so of two that fill the same name one stays, and neither is
+        # mixed.
         try:
             os.rename(content, target)
         except OSError:
@@ -353,6 +357,7 @@ def sync_folder(path: Path) -> None:
 
 def _open_regular(path: Path) -> BinaryIO:
     """Open a file for reading. Nobody waits for a pipe to be written to, or reads a device without an end."""
+    # Without O_NONBLOCK the call itself would wait for somebody to open the other end of a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         kind = os.fstat(descriptor).st_mode

@@ -110,6 +110,7 @@ class TrainingOrder:
         first, last = (edge * self._num_ranges // self._num_windows for edge in (number, number + 1))
         start, stop = first * self.range_samples, min(last * self.range_samples, self.num_samples)
         epoch_key = permutation.derive_subkeys(self._key, np.array([epoch], np.uint64))
+        # The keys depend on epoch and window alone: any process computes any window without those before it.
         starts = self._range_starts(np.arange(first, last), epoch_key)
         stored = (starts[:, None] + np.arange(self.range_samples)).ravel()[: stop - start]
         window_key = permutation.derive_subkeys(permutation.mix(epoch_key), np.array([number], np.uint64))

@@ -69,6 +69,8 @@ class Slots:
         except IndexError:
             slot = Slot(self.num_slots, num_bytes(self._fields, self._num_rows))
             self.num_slots += 1
+        # Arrays hold the lease, not the slot: its finalizer runs when the last view of the memory is gone, in any
+        # thread, and `deque.append` needs no lock.
         lease = _Lease(slot)
         weakref.finalize(lease, self._free.append, slot).atexit = False
         return slot, arrays_in(np.asarray(lease), self._fields, self._num_rows)

@@ -275,6 +275,7 @@ class _Sharding:
     def _keep(self, store: PartStore, inputs: list[str], written: list[int], encoded: dict[int, PartDocument]) -> float:
         """Let the parts that are written be found again, if the source is unchanged; return when to look next."""
         start = time.monotonic()
+        # Looked at after the parts were read: a pointer may only lead to bytes of the listing that names it.
         if written:
             self._refuse_changed_source()
         seconds = time.monotonic() - start

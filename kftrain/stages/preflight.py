@@ -193,7 +193,7 @@ def _require_remote_source(key: str, source: str) -> None:
 
 def _require_no_password(config: Config) -> None:
     """Raise LaunchError for a URI with a password: Kubeflow shows every parameter, and the configuration is one."""
-    for key in credentials.keys_with_credentials(config.to_dict()):
+    for key in credentials.find_credentials(config.to_dict()):
         raise LaunchError(
             "Kubeflow would show the password or token in this URI to everybody",
             where=key,

@@ -57,6 +57,8 @@ class NodeCache:
         except OSError:
             return None
         status = os.fstat(stream.fileno())
+        # Locked first, looked at then: between the two nobody can delete the copy, as `_reserve` deletes only what is
+        # unlocked.
         if not _try_lock(stream, fcntl.LOCK_SH) or not self._memory.knows(_describe_copy(stream, file)):
             stream.close()
             return None
@@ -87,6 +89,7 @@ class NodeCache:
         if _download(file, part) != file.sha256 and _download(file, part) != file.sha256:
             require_content(file.uri, file.sha256)
             return False
+        # Durable, then remembered as whole, then renamed: whoever sees the name must find all of its content.
         os.fsync(part.fileno())
         self._memory.note(_describe_copy(part, file))
         os.rename(self._path_of_part(file), self._folder / file.sha256)
@@ -135,6 +138,8 @@ class NodeCache:
         if num_bytes > self._max_bytes:
             return False
         with (self._folder / _LOCK).open("ab") as lock, contextlib.ExitStack() as locks:
+            # One process counts at a time. What it reserves is seen by the next one as the size of the part, so the sum
+            # holds.
             fcntl.flock(lock, fcntl.LOCK_EX)
             part.truncate(0)
             entries = [entry for entry in storage.entries(self._folder) if entry[0].name != _LOCK]

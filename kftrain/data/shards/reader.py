@@ -190,6 +190,7 @@ class _RemoteBytes:
 
     def _fetch(self, starts: np.ndarray, stops: np.ndarray) -> tuple[bytes, np.ndarray]:
         """Fetch the content of ascending ranges; return it, and where each of them begins in it."""
+        # A request costs as much as some 64 KiB of bytes: what lies in small gaps is fetched, too, and thrown away.
         first_of_run = np.append(True, starts[1:] - stops[:-1] > MAX_GAP_BYTES)
         run_starts = starts[first_of_run]
         run_stops = stops[np.append(first_of_run[1:], True)]
@@ -225,6 +226,8 @@ class _CopiedBytes:
 
 def _gather_strings(buffer: Any, size_bytes: int, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
     """Gather strings of a buffer, seen as one string from every byte on; `take` would first copy all of them."""
+    # A stride of one byte makes overlapping strings, so any offset is an index; numpy copies only those that are asked
+    # for.
     everywhere: np.ndarray = np.ndarray((size_bytes - num_bytes + 1,), f"V{num_bytes}", buffer=buffer, strides=(1,))
     strings: np.ndarray = everywhere[offsets]
     return strings

@@ -86,6 +86,8 @@ class Memory:
             check()
             return True
         with entry:
+            # First without the lock: nearly always the file is known already. Read again under it, as another process
+            # may have finished in between.
             if entry.read() == text:
                 return True
             try:
@@ -184,7 +186,7 @@ class FirstUse(Uses):
         super().__init__(copies)
         self._memory = memory
         self._is_on = is_on
-        self._make_changed_error = threading.Condition()
+        self._changed = threading.Condition()
         self._begun: set[File] = set()
         self._left: set[File] = set()
         self._queue: deque[File] = deque()
@@ -194,7 +196,7 @@ class FirstUse(Uses):
 
     def begin(self, file: File) -> None:
         """Note that the file is about to be read; only the first time counts."""
-        with self._make_changed_error:
+        with self._changed:
             is_copied = self._copies is not None and not storage.is_local(file.uri)
             if not (self._is_on or is_copied) or file in self._begun:
                 return
@@ -203,10 +205,11 @@ class FirstUse(Uses):
             self._begun.add(file)
             self._left.add(file)
             self._queue.append(file)
-            self._make_changed_error.notify_all()
+            self._changed.notify_all()
 
     def raise_found(self) -> None:
         """Raise what was found so far: DataError for a damaged file, StorageError where one is out of reach."""
+        # Read without the lock, as this is called for every batch: it is set once and never taken back.
         if self._problem is not None:
             raise self._problem
 
@@ -215,14 +218,15 @@ class FirstUse(Uses):
 
         It raises StorageError, too, where a file is not read within its time.
         """
-        with self._make_changed_error:
+        with self._changed:
+            # A snapshot: what begins later may be of later steps, which nothing waits for here.
             awaited = frozenset(self._left)
 
         def require() -> None:
-            with self._make_changed_error:
+            with self._changed:
                 while self._problem is None and not awaited.isdisjoint(self._left):
                     self._require_in_time()
-                    self._make_changed_error.wait(1.0)
+                    self._changed.wait(1.0)
             self.raise_found()
 
         return require
@@ -239,8 +243,8 @@ class FirstUse(Uses):
 
     def _work(self) -> None:
         while True:
-            with self._make_changed_error:
-                self._make_changed_error.wait_for(lambda: self._queue)
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
                 file = self._queue.popleft()
                 self._current[file] = time.monotonic()
             try:
@@ -259,17 +263,17 @@ class FirstUse(Uses):
         return not self._is_on or self._memory.once(file, lambda: check_content(file))
 
     def _end(self, file: File, problem: Exception | None = None) -> None:
-        with self._make_changed_error:
+        with self._changed:
             self._current.pop(file)
             self._left.discard(file)
             self._problem = self._problem or problem
-            self._make_changed_error.notify_all()
+            self._changed.notify_all()
 
     def _queue_again(self, file: File) -> None:
-        with self._make_changed_error:
+        with self._changed:
             self._current.pop(file)
             self._queue.append(file)
-            self._make_changed_error.wait(BUSY_SECONDS)
+            self._changed.wait(BUSY_SECONDS)
 
 
 class AtOnce(FirstUse):

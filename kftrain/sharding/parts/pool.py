@@ -64,6 +64,7 @@ class _Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
         )
+        # Closed here, or the end of the process would never be seen as the end of the stream.
         theirs.close()
         self._write(first_message)
 

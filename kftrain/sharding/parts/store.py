@@ -57,6 +57,8 @@ class PartStore:
         with storage.explain_disk_errors(self.shards_uri), staging_folder(self.shards_uri) as folder:
             document = encode_part(self.encoding, source.read(part), folder, progress)
             storage.publish_json(str(folder / PART_NAME), document.to_dict())
+            # Named by its content: two processes that encode the same part publish equal bytes, and either one may
+            # stay.
             publish_folder(folder, self.uri(document.part_digest), PART_NAME, self._is_good)
         return document
 
