@@ -221,7 +221,7 @@ class OutagePolicy:
         self._answered: set[tuple[str, str]] = set()
 
     def call(self, uri: str, kind: str, work: Callable[[], T]) -> T:
-        """Returns what `work` does, once the store answers.
+        """Return what `work` does, once the store answers.
 
         Args:
             uri: What the call is about.

@@ -359,7 +359,7 @@ class _ObjectWriter(io.RawIOBase):
                 self._call(self._stream.discard)
 
     def _call(self, work: Callable[[], Any]) -> None:
-        """A driver sends what it has gathered when it likes, at most a block of its own."""
+        """Call the driver, which sends what it has gathered when it likes, at most a block of its own."""
         block_bytes = int(getattr(self._stream, "blocksize", 0) or 0) + WRITE_BYTES
         _run_in_thread(work, deadline.seconds(block_bytes), self._uri)
 

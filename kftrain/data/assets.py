@@ -27,7 +27,7 @@ _FIX = "shard the data again: kftrain shard"
 
 
 def keep_assets(root: str, assets: Mapping[str, bytes]) -> dict[str, str]:
-    """Writes the files below a storage root, where they are not there yet: name -> digest."""
+    """Write the files below a storage root, where they are not there yet: name -> digest."""
     digests = digest_assets(assets)
     for name, digest in digests.items():
         uri = _uri(root, name, digest)
@@ -44,7 +44,7 @@ def digest_assets(assets: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def read_assets(root: str, settings: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files below a storage root that a dataset's settings name: name -> content.
+    """Return the files below a storage root that a dataset's settings name: name -> content.
 
     Raises DataError where one is missing, or is not what the dataset's settings say.
     """

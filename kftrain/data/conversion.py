@@ -41,7 +41,7 @@ class Conversion:
         self._sources = {field.name: _find_source(field, stored) for field in self.schema.fields}
 
     def __call__(self, stored: Arrays, place_of: Callable[[int], str]) -> Arrays:
-        """Rows as the task reads them.
+        """Convert rows as they are stored to rows as the task reads them.
 
         Args:
             stored: The same rows, as files.

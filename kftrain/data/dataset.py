@@ -45,7 +45,7 @@ class ShardedDataset:
         conversion: Conversion | None = None,
         left_out: Sequence[int] = (),
     ) -> None:
-        """Opens no shard yet.
+        """Open no shard yet.
 
         Args:
             manifest_uri: Where the manifest lies.

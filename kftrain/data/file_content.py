@@ -17,7 +17,10 @@ HELD_OUT_NAMES = ("validation", "val", "test")
 
 
 def load_library(name: str, where: str = "data.source") -> Any:
-    """A library of the extra `sources`, which the setting `where` needs. Raises ConfigError where it is missing."""
+    """Return a library of the extra `sources`, which the setting `where` needs.
+
+    Raises ConfigError where it is missing.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -36,7 +39,7 @@ def choose_held_out_name(names: Iterable[str]) -> str | None:
 
 
 def checked_text(content: bytes, where: str) -> bytes:
-    """The same bytes. Raises DataError where they are not UTF-8."""
+    """Return the same bytes. Raises DataError where they are not UTF-8."""
     try:
         content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -110,13 +110,13 @@ def image_extension(content: bytes) -> str:
 
 
 def check_image(content: bytes, where: str) -> None:
-    """Raises DataError for what `decode_image` refuses, as far as the header shows."""
+    """Raise DataError for what `decode_image` refuses, as far as the header shows."""
     with _open_image(content, where) as image:
         _mode_of(image, where)
 
 
 def middle_square(width: int, height: int) -> Box:
-    """The largest square in the middle."""
+    """Return the largest square in the middle."""
     side = min(width, height)
     left, top = (width - side) * 0.5, (height - side) * 0.5
     return left, top, left + side, top + side
@@ -124,7 +124,7 @@ def middle_square(width: int, height: int) -> Box:
 
 @contextlib.contextmanager
 def _open_image(content: bytes, where: str) -> Iterator[Any]:
-    """An image of which the header has been read; what Pillow raises for its content becomes a DataError."""
+    """Yield an image of which the header has been read; what Pillow raises for its content becomes a DataError."""
     pillow = load_library("PIL.Image")
     try:
         with pillow.open(io.BytesIO(content), formats=_FORMATS) as image:

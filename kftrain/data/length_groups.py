@@ -26,7 +26,7 @@ class LengthGroups:
     """Number of batches of a group: more of them are nearer in length, and less random."""
 
     def sort_by_length(self, samples: np.ndarray, first_position: int, key: np.ndarray) -> np.ndarray:
-        """The samples of a window, int64 `[k]`, whose first one stood at `first_position`, in their new order."""
+        """Return the samples of a window, int64 `[k]`, whose first one stood at `first_position`, in a new order."""
         positions = np.arange(first_position, first_position + len(samples))
         groups = positions // (self.batch_samples * self.num_batches)
         ordered: np.ndarray = samples[np.lexsort((self.lengths(samples), groups))]

@@ -20,7 +20,7 @@ import numpy as np
 from kftrain.data.decoding import Samples
 from kftrain.data.order import Order
 from kftrain.data.schema import Arrays
-from kftrain.data.shares import slots_by_weight
+from kftrain.data.shares import compute_slots
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Concatenated:
 
 
 def _make_rounds(phase: Phase, seen: np.ndarray) -> _Rounds:
-    counts = slots_by_weight(phase.weights)
+    counts = compute_slots(phase.weights)
     times = np.concatenate([(2 * np.arange(count) + 1) / max(count, 1) for count in counts])
     order = np.argsort(times, kind="stable")  # of equal times the first component comes first
     components = np.repeat(np.arange(len(counts)), counts)[order]

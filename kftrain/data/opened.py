@@ -51,7 +51,7 @@ class OpenedDataset(ShardedDataset):
         self._process = (0, 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A process of a `DataLoader` opens the shards itself, and is one of the rank's that started it."""
+        """Leave out open shards: a process of a `DataLoader` opens its own, and belongs to the rank that started it."""
         return OpenedDataset, self._opened, {"_process": own_process(None, None)}
 
     @cached_property
@@ -72,7 +72,7 @@ class OpenedDataset(ShardedDataset):
         return self.__getitems__([number % len(self)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Sample]:
-        """Several samples, read at once: what a `DataLoader` asks for where a dataset has it."""
+        """Return several samples, read at once: what a `DataLoader` asks for where a dataset has it."""
         return list(self.samples(np.asarray(numbers, np.int64), [None] * len(numbers)))
 
     def __iter__(self) -> Iterator[Sample]:
@@ -98,7 +98,10 @@ class OpenedDataset(ShardedDataset):
             yield {name: bytes(value) if isinstance(value, memoryview) else value for name, value in decoded.items()}
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
-        """A batch of tensors, as the task makes it, for `DataLoader(collate_fn=…)`. Raises ConfigError without one."""
+        """Return a batch of tensors, as the task makes it, for `DataLoader(collate_fn=…)`.
+
+        Raises ConfigError without one.
+        """
         if self.task is None:
             raise ConfigError("nobody says what a batch is", where="open_dataset", fix="open it with task=")
         return self.task.batch({name: np.stack([sample[name] for sample in samples]) for name in samples[0]})
@@ -115,7 +118,7 @@ class OpenedDataset(ShardedDataset):
         range_samples: int = 1024,
         window_ranges: int = 64,
     ) -> InTrainingOrder:
-        """Torch's `IterableDataset` of the samples in the order of training, each once an epoch over all ranks.
+        """Return torch's `IterableDataset` of the samples in the order of training, each once an epoch.
 
         See `torch_dataset.InTrainingOrder` for the arguments.
         """
@@ -134,7 +137,7 @@ class OpenedDataset(ShardedDataset):
         )
 
     def as_webdataset(self, *, rank: int | None = None, world_size: int | None = None) -> Iterator[Sample]:
-        """The stored samples as the stock reader gives them, to begin a `webdataset.DataPipeline` with.
+        """Yield the stored samples as the stock reader gives them, to begin a `webdataset.DataPipeline` with.
 
             wds.DataPipeline(dataset.as_webdataset, wds.decode("pil"), wds.to_tuple("jpg", "label.npy"))
 
@@ -163,7 +166,7 @@ class OpenedDataset(ShardedDataset):
 
 
 def own_process(rank: int | None, world_size: int | None, unknown: tuple[int, int] = (0, 1)) -> tuple[int, int]:
-    """Rank and number of the processes that share samples: those of `torch.distributed` where they are not given.
+    """Return rank and number of the processes that share samples: those of `torch.distributed` where it runs.
 
     Where that is not initialised they are `unknown`. Raises ConfigError for a rank that is not below their number.
     """

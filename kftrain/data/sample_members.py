@@ -19,7 +19,7 @@ _IMAGES = frozenset(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
 
 
 def decode_members(members: dict[str, bytes], text_field: str, where: str) -> Mapping[str, Any]:
-    """The fields of one sample, from the contents of its members by extension. Raises DataError."""
+    """Return the fields of one sample, from the contents of its members by extension. Raises DataError."""
     fields: dict[str, Any] = {}
     lazy: dict[str, Lazy] = {}
     for extension, content in members.items():

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from kftrain.core.plain import MAX_INTEGER
-from kftrain.data.shares import slots_by_weight
+from kftrain.data.shares import compute_slots
 from kftrain.data.time_window import UTC, TimeWindow, instant, utc_text, zone_of
 from kftrain.errors import ConfigError
 from kftrain.settings.section import (
@@ -306,7 +306,7 @@ class DataConfig(Section):
             if set(phase.weights) != set(names):
                 raise ValueError(f"mixture_phases: the phase of step {phase.first_step} names not the components")
         for weights in self.mixture_weights() if names else ():
-            slots_by_weight(weights)
+            compute_slots(weights)
         return self
 
     def identity(self) -> dict[str, Any]:

@@ -10,8 +10,8 @@ MAX_ROUND_SLOTS = 1 << 20
 """Most slots of a round, which is a table: what weights of six digits come to."""
 
 
-def slots_by_weight(weights: Sequence[float]) -> list[int]:
-    """Slots of each component in a round, from weights of at least 0.
+def compute_slots(weights: Sequence[float]) -> list[int]:
+    """Compute the slots of each component in a round, from weights of at least 0.
 
     Raises ValueError where all are 0, or where the round would be too long for a table.
     """

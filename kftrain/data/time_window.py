@@ -60,7 +60,7 @@ class TimeWindow:
 
 
 def instant(text: str) -> datetime:
-    """The instant of a text, in UTC. Raises ValueError for what is not RFC 3339, which names a zone."""
+    """Return the instant of a text, in UTC. Raises ValueError for what is not RFC 3339, which names a zone."""
     try:
         if _RFC_3339.fullmatch(text):
             return datetime.fromisoformat(text.upper().replace(" ", "T")).astimezone(UTC)
@@ -70,12 +70,15 @@ def instant(text: str) -> datetime:
 
 
 def utc_text(moment: datetime) -> str:
-    """The text of an instant in UTC: RFC 3339."""
+    """Return the text of an instant in UTC: RFC 3339."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
 def from_nanoseconds(count: int) -> datetime:
-    """The moment so many nanoseconds after 1970; what is below a microsecond is cut off. Raises OverflowError."""
+    """Return the moment so many nanoseconds after 1970; what is below a microsecond is cut off.
+
+    Raises OverflowError.
+    """
     return EPOCH + timedelta(microseconds=count // 1000)
 
 
@@ -89,7 +92,7 @@ class Partition:
 
 
 def partition_of(name: str, column: str, zone: tzinfo) -> Partition:
-    """The partition that a file lies in, by the folders of its path.
+    """Return the partition that a file lies in, by the folders of its path.
 
         date=2026-11-21/…   date=20261121/…   date=2026-11-21/hour=05/…       the date is called `column`
         year=2026/month=11/day=21/hour=5/…                                    also without the last ones
@@ -112,12 +115,12 @@ def partition_of(name: str, column: str, zone: tzinfo) -> Partition:
         fields = _date_fields(values[column], column)
         fields += [_number(values["hour"], "hour")] if "hour" in values else []
     else:
-        fields = _counted_fields(values, column)
+        fields = _read_date_fields(values, column)
     return Partition("/".join(folders[:depth]), _find_last_moment(fields, zone))
 
 
 def moment_of(value: object, zone: tzinfo | None, unit: str) -> datetime:
-    """The last moment of what a column holds: a time, a date, a text of one of them, or a number of units since 1970.
+    """Return the last moment of what a column holds: a time, a date, a text of one, or a number of units since 1970.
 
     Args:
         value: As Python has it.
@@ -141,7 +144,7 @@ def moment_of(value: object, zone: tzinfo | None, unit: str) -> datetime:
 
 
 def zone_of(name: str) -> tzinfo:
-    """A time zone by its name, as `Europe/Berlin`. Raises ValueError for an unknown one."""
+    """Return a time zone by its name, as `Europe/Berlin`. Raises ValueError for an unknown one."""
     if name == "UTC":
         return UTC
     try:
@@ -166,7 +169,7 @@ def _count_from_1970(value: int | float, unit: str) -> datetime:
 
 
 def _in_utc(value: datetime, zone: tzinfo | None) -> datetime:
-    """A time without a zone is one of `zone`. What libraries derive from `datetime` becomes a plain one."""
+    """Convert a time to UTC; one without a zone is one of `zone`. Subclasses become plain ones."""
     clock = (value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond)
     if value.tzinfo is not None:
         return datetime(*clock, tzinfo=value.tzinfo, fold=value.fold).astimezone(UTC)
@@ -195,8 +198,8 @@ def _date_fields(value: str, column: str) -> list[int]:
     return [int(part) for part in match.groups()]
 
 
-def _counted_fields(values: dict[str, str], column: str) -> list[int]:
-    """Year, month, … as far as they are there."""
+def _read_date_fields(values: dict[str, str], column: str) -> list[int]:
+    """Return year, month, … as far as they are there."""
     fields = [_number(values[field], field) for field in _FIELDS if field in values]
     if not fields or [field for field in _FIELDS if field in values] != list(_FIELDS[: len(fields)]):
         raise ValueError(f"its path names no time: neither '{column}=2026-11-21' nor year=, month=, day=")
@@ -226,7 +229,7 @@ def _find_last_moment(fields: list[int], zone: tzinfo) -> datetime:
 
 
 def _following(day: date, field: str) -> date:
-    """The first day after the year, the month or the day that begins with this one."""
+    """Return the first day after the year, the month or the day that begins with this one."""
     if field == "day":
         return day + timedelta(days=1)
     is_last = field == "year" or day.month == 12

@@ -74,7 +74,7 @@ class InTrainingOrder(IterableDataset[Sample]):
         self._is_finished = False
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration begins with this epoch: for loaders whose workers do not stay."""
+        """Let the next iteration begin with this epoch: for loaders whose workers do not stay."""
         self.load_state_dict({POSITION: epoch * len(self._dataset)})
 
     def state_dict(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class InTrainingOrder(IterableDataset[Sample]):
         return (self._position - self._start) % (self._batch_size * self._world_size) == 0
 
     def state_after(self, num_batches: int) -> dict[str, int]:
-        """The state after so many batches of each rank since the state that was loaded, or since the beginning.
+        """Return the state after so many batches of each rank since the state that was loaded, or since the beginning.
 
         For a `DataLoader` with workers: they read ahead, so that only its consumer knows where it is. Without workers
         it counts from where the iteration began.
@@ -100,7 +100,7 @@ class InTrainingOrder(IterableDataset[Sample]):
         return {POSITION: self._began + num_batches * self._batch_size * self._world_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration begins there. Raises ConfigError for what is no state."""
+        """Let the next iteration begin at a state. Raises ConfigError for what is no state."""
         position, start = (state.get(POSITION), state.get(START)) if isinstance(state, dict) else (None, None)
         if not isinstance(position, int) or not 0 <= position <= MAX_POSITION or not isinstance(start, int | None):
             raise ConfigError("not a state of this dataset", where="load_state_dict", value=state)
@@ -128,16 +128,16 @@ class InTrainingOrder(IterableDataset[Sample]):
         assert end is not None, "an iteration without an end does not end"
         self._position, self._is_finished = end, True
 
-    def _origin(self, position: int) -> int:
-        """First position of the iteration that a position is in."""
+    def _find_origin(self, position: int) -> int:
+        """Return the first position of the iteration that a position is in."""
         span = len(self._dataset) * (self._epochs or 0)
         return position // span * span if span else 0
 
     def _end(self, position: int) -> int | None:
-        return self._origin(position) + len(self._dataset) * self._epochs if self._epochs else None
+        return self._find_origin(position) + len(self._dataset) * self._epochs if self._epochs else None
 
     def _iterate_own(self, started: int, position: int, worker: int, num_workers: int) -> Iterator[np.ndarray]:
-        """Positions of one batch after the other of this rank and worker, those before `position` left out."""
+        """Yield positions of one batch after the other of this rank and worker, those before `position` left out."""
         global_batch, end, size = worker, self._end(started), self._batch_size
         while True:
             first = started + (global_batch * self._world_size + self._rank) * size
@@ -159,7 +159,7 @@ class InTrainingOrder(IterableDataset[Sample]):
             yield np.concatenate(collected)
 
     def _after(self, started: int, position: int, num_workers: int, end: int | None) -> int:
-        """The state's position after a sample: behind a batch, where this worker's next global batch begins."""
+        """Return the state's position after a sample: behind a batch, where this worker's next global batch begins."""
         within, whole = position - started, self._batch_size * self._world_size
         if (within + 1) % self._batch_size and position + 1 != end:
             return position + 1

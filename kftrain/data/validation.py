@@ -32,13 +32,13 @@ READ_SAMPLES = 64
 def open_validation(
     manifest_uri: str, manifest: Manifest, config: Config, uses: Uses | None, conversion: Conversion | None
 ) -> ShardedDataset:
-    """The samples of the validation split but those that were found to be bad. Raises DataError."""
+    """Return the samples of the validation split but those that were found to be bad. Raises DataError."""
     left_out = [int(number) for number in storage.read_json_if_exists(_build_uri(manifest_uri, config)) or ()]
     return ShardedDataset(manifest_uri, manifest, "validation", uses, conversion, left_out)
 
 
 def require_decodable(config: Config, task: Task, manifest_uri: str, manifest: Manifest, progress: Progress) -> None:
-    """Decodes the validation split, unless that was done, and says which samples are left out of it.
+    """Decode the validation split, unless that was done, and say which samples are left out of it.
 
     Raises DataError, or UserCodeError, where more of them are bad than `data.max_bad_samples`.
     """

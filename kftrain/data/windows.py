@@ -23,41 +23,41 @@ class TokenWindows:
     @property
     def num_samples(self) -> int:
         """So many that every row which begins no sample of its own is behind the first row of one."""
-        return num_windows(self._dataset.num_samples, self._window)
+        return count_windows(self._dataset.num_samples, self._window)
 
     def expect_window(self, num_ranges: int, range_samples: int) -> None:
         """Expect that samples of so many ranges are read in turns, as the split does."""
         self._dataset.expect_window(num_ranges, range_samples * self._window.stride)
 
     def read(self, samples: np.ndarray) -> Arrays:
-        """Samples by number, int64 `[k]`: field name -> new array `[k, length]`. Raises DataError."""
+        """Read samples by number, int64 `[k]`: field name -> new array `[k, length]`. Raises DataError."""
         starts, length = np.asarray(samples, np.int64) * self._window.stride, self._window.length
         cut = starts + length > self._dataset.num_samples
         if not cut.any():
             return self._dataset.read_runs(starts, length)
         whole = self._dataset.read_runs(starts[~cut], length)
-        rows = {name: np.empty((len(starts), length), array.dtype) for name, array in whole.items()}
+        windows = {name: np.empty((len(starts), length), array.dtype) for name, array in whole.items()}
         for name, array in whole.items():
-            rows[name][~cut] = array
-            rows[name][cut] = self._window.fill[name]
+            windows[name][~cut] = array
+            windows[name][cut] = self._window.fill[name]
         for number in np.flatnonzero(cut).tolist():
             rows = self._dataset.read_runs(starts[number : number + 1], self._dataset.num_samples - int(starts[number]))
             for name, array in rows.items():
-                rows[name][number, : array.shape[1]] = array[0]
-        return rows
+                windows[name][number, : array.shape[1]] = array[0]
+        return windows
 
     def place_of(self, sample: int) -> str:
         """Tell people where a sample begins: the shard and the key. Slow."""
         return self._dataset.place_of(sample * self._window.stride)
 
     def sample_bytes(self, samples: np.ndarray) -> np.ndarray:
-        """Bytes of each sample over all fields, int64 `[k]`."""
+        """Return the bytes of each sample over all fields, int64 `[k]`."""
         rows = self._dataset.sample_bytes(np.zeros(1, np.int64))
         return np.full(len(samples), int(rows[0]) * self._window.length, np.int64)
 
 
 def cut_windows(dataset: ShardedDataset, window: Window | None) -> ShardedDataset | TokenWindows:
-    """A training split as its samples: a stream cut into windows, any other split as it is."""
+    """Return a training split as its samples: a stream cut into windows, any other split as it is."""
     return TokenWindows(dataset, window) if window is not None and is_stream(dataset.schema) else dataset
 
 
@@ -66,6 +66,6 @@ def is_stream(schema: SampleSchema) -> bool:
     return all(not field.shape and not field.is_encoded for field in schema.fields)
 
 
-def num_windows(num_rows: int, window: Window) -> int:
-    """Samples of a stream of so many rows; none where no row follows the first of one."""
+def count_windows(num_rows: int, window: Window) -> int:
+    """Count the samples of a stream of so many rows; none where no row follows the first of one."""
     return max(0, -(-(num_rows - (window.length - window.stride)) // window.stride))

@@ -22,14 +22,14 @@ class WorkerConnection:
         self._socket = end
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Raises OSError where nobody is left at the other end."""
+        """Send a message with descriptors."""
         content = json.dumps(message).encode()
         packet = _LENGTH.pack(len(content)) + content
         sent = socket.send_fds(self._socket, [packet], descriptors) if descriptors else 0
         self._socket.sendall(packet[sent:])
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Waits for a message and the descriptors that came with it; None where the other end is gone."""
+        """Wait for a message and the descriptors that came with it; None where the other end is gone."""
         try:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 1)
             head += self._receive_rest(_LENGTH.size - len(head)) if head else b""
@@ -42,7 +42,7 @@ class WorkerConnection:
         return (json.loads(content), descriptors) if len(content) == length else None
 
     def close(self) -> None:
-        """The other end receives None, and so does a thread that waits at this one."""
+        """Close the connection: the other end receives None, and so does a thread that waits at this one."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -55,7 +55,7 @@ class DecodingProcesses:
         num_rows: int,
         command: WorkerCommand,
     ) -> None:
-        """Starts the workers, in a thread that must live as long as they: the kernel ends them with it.
+        """Start the workers, in a thread that must live as long as they: the kernel ends them with it.
 
         `num_rows`: of a step.
         """
@@ -77,7 +77,10 @@ class DecodingProcesses:
         return [worker.process_id for worker in self._workers]
 
     def begin(self, positions: np.ndarray) -> Rows:
-        """See `Fetcher`. Nothing is cancelled: who has been asked writes to the slot until that is done."""
+        """Ask for the samples, as `Fetcher` says.
+
+        Nothing is cancelled: who has been asked writes to the slot until that is done.
+        """
         slot, arrays = self._slots.take()
         arrays.pop(NUMBERS)[:] = self._locate(positions)
         arrays.pop(POSITIONS)[:] = positions
@@ -124,7 +127,7 @@ class _Worker:
             self._connection.send(message, descriptors)
 
     def ask(self, slot: Slot, arrays: Arrays, rows: slice) -> int:
-        """Asks for some rows of a slot; the number of the request."""
+        """Ask for some rows of a slot; return the number of the request."""
         descriptors = [] if slot.number in self._known else [slot.descriptor]
         self._known.add(slot.number)
         self._unanswered.append(arrays)
@@ -133,7 +136,7 @@ class _Worker:
         return self._num_asked
 
     def answer(self, request: int) -> Filled:
-        """Waits for the answer to a request; those before it that nobody waited for are dropped.
+        """Wait for the answer to a request; those before it that nobody waited for are dropped.
 
         Raises what the worker raised, and RetryableError where it has ended.
         """
@@ -178,7 +181,7 @@ class _Worker:
 def decode_rows(
     connection: WorkerConnection, samples: Samples, decoding: Decoding, opened: Callable[[], list[Any]] = list
 ) -> None:
-    """The worker's side: decodes what it is asked for until the other end is gone.
+    """Decode, in a worker, what it is asked for until the other end is gone.
 
     `opened`: what it has opened since that was asked for last; plain data.
     """

@@ -150,8 +150,8 @@ def count_independent_values(groups: np.ndarray) -> float:
     return float(total / max(1.0, float(np.average(effects, weights=1 - shares))))
 
 
-def decile_edges(values: np.ndarray) -> np.ndarray:
-    """Values, in order, up to which a tenth of all lie, and two, and so on: ends of all bins but the last one."""
+def compute_decile_edges(values: np.ndarray) -> np.ndarray:
+    """Compute the values up to which a tenth of all lie, and two, and so on: ends of all bins but the last."""
     shares = np.arange(1, MAX_ORDERED_BINS) / MAX_ORDERED_BINS
     return np.unique(np.quantile(values, shares, method="inverted_cdf")) if len(values) else np.empty(0)
 
@@ -164,17 +164,17 @@ def count_between(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 def _make_bins(before: Distribution, now: Distribution) -> list[Bin]:
     """Name of each bin, with the counts of both."""
     if before.has_numbers:
-        return _number_bins(before, now)
-    return _ordered_bins(before, now) if before.is_ordered and now.is_ordered else _make_named_bins(before, now)
+        return _make_number_bins(before, now)
+    return _make_ordered_bins(before, now) if before.is_ordered and now.is_ordered else _make_named_bins(before, now)
 
 
-def _number_bins(before: Distribution, now: Distribution) -> list[Bin]:
-    """Ranges that hold about as much each, before, and room around them; those without a value are left out."""
+def _make_number_bins(before: Distribution, now: Distribution) -> list[Bin]:
+    """Make bins that hold about as much each, before, and room around them; those without a value are left out."""
     old = np.asarray(before.quantiles)
     edges, names = np.empty(0), ["numbers"]
     if len(old):
         lowest, highest = old[0], old[-1]
-        edges = np.unique([np.nextafter(lowest, -np.inf), *decile_edges(old), highest])
+        edges = np.unique([np.nextafter(lowest, -np.inf), *compute_decile_edges(old), highest])
         ranges = [f"{low:.4g} to {high:.4g}" for low, high in pairwise(edges[1:].tolist())]
         names = [f"below {lowest:.4g}", f"up to {edges[1]:.4g}", *ranges, f"above {highest:.4g}"]
     counts = [count_between(np.asarray(distribution.quantiles), edges).tolist() for distribution in (before, now)]
@@ -190,8 +190,8 @@ def _missing(numbers: Distribution) -> float:
     return len(numbers.quantiles) * share / (1 - share) if share < 1 else numbers.size
 
 
-def _ordered_bins(before: Distribution, now: Distribution) -> list[Bin]:
-    """Ranges of values that hold about as much each, before, and room around them."""
+def _make_ordered_bins(before: Distribution, now: Distribution) -> list[Bin]:
+    """Make bins of values that hold about as much each, before, and room around them."""
     values = sorted({int(value) for value in (*before.counts, *now.counts)})
     known = [int(value) for value, count in before.counts.items() if count]
     if not known:

@@ -21,7 +21,13 @@ from kftrain.data.schema import CLUSTER, Arrays, Field
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import DataError
 from kftrain.run import documents
-from kftrain.sharding.drift import MAX_NAMED_BINS, Distribution, count_between, count_independent_values, decile_edges
+from kftrain.sharding.drift import (
+    MAX_NAMED_BINS,
+    Distribution,
+    compute_decile_edges,
+    count_between,
+    count_independent_values,
+)
 
 PROFILE_NAME = "profile.json"
 
@@ -139,7 +145,7 @@ def _compute_quantiles(field: Field, stretches: Sequence[np.ndarray]) -> dict[st
         values = np.sort(np.concatenate([np.empty(0), *finite]))
         num_missing = [len(rows) - len(values) for rows, values in zip(groups, finite, strict=True)]
         if num_values := len(values) + sum(num_missing):
-            edges = decile_edges(values)
+            edges = compute_decile_edges(values)
             by_group = np.array(
                 [[*count_between(values, edges), num] for values, num in zip(finite, num_missing, strict=True)]
             )

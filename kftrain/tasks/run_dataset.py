@@ -11,7 +11,7 @@ from kftrain.data.conversion import find_conversion
 from kftrain.data.schema import SPLITS, SampleSchema
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kftrain.data.shards.verify import check_listing
-from kftrain.data.windows import is_stream, num_windows
+from kftrain.data.windows import count_windows, is_stream
 from kftrain.errors import DataError
 from kftrain.run.documents import RunShards
 from kftrain.run.paths import RunPaths
@@ -58,7 +58,9 @@ def require_usable(shards: RunShards, manifest: Manifest, config: Config) -> Non
 def num_training_samples(manifest: Manifest, task: Task) -> int:
     """Return the number of samples in an epoch of training: those of the split, or the windows of a token stream."""
     split, window = manifest.splits["train"], task.window
-    return num_windows(split.num_samples, window) if window and is_stream(manifest.sample_schema) else split.num_samples
+    return (
+        count_windows(split.num_samples, window) if window and is_stream(manifest.sample_schema) else split.num_samples
+    )
 
 
 def _format_fields(schemas: dict[str, SampleSchema]) -> str:

@@ -214,6 +214,6 @@ def make_first_use(data: DataConfig, dataset_digest: str) -> FirstUse:
 
 
 def opened_of(data: DataConfig, dataset_digest: str) -> Opened:
-    """The same for a process whose files another one hashes and fetches."""
+    """Return the same for a process whose files another one hashes and fetches."""
     memory = Memory.of_node(data.cache_dir, dataset_digest)
     return Opened(NodeCache.of_node(data.cache_dir, data.cache_bytes, memory))

@@ -27,7 +27,7 @@ _ESCAPE = re.compile(rb"_x([0-9a-f]{2})_")
 
 
 def encode_key(key: str, max_suffix_bytes: int) -> str:
-    """The member name of any key but '', without its suffix (`.<field>.npy`, at most `max_suffix_bytes`)."""
+    """Return the member name of any key but '', without its suffix (`.<field>.npy`, at most `max_suffix_bytes`)."""
     assert key, "a key is not empty"
     encoded = _escape(key)
     if len(encoded) + max_suffix_bytes <= MAX_BASE_BYTES or split_name(encoded, max_suffix_bytes):
@@ -36,7 +36,7 @@ def encode_key(key: str, max_suffix_bytes: int) -> str:
 
 
 def decode_key(encoded: str) -> str:
-    """The inverse of `encode_key`, or the key as it was shortened; what is no encoded key comes back as it is."""
+    """Invert `encode_key`; a shortened key stays as it was shortened, and what is no encoded key as it is."""
     if "_x" not in encoded:
         return encoded
     plain = _ESCAPE.sub(lambda match: bytes([int(match[1], 16)]), encoded.encode("utf-8", "surrogatepass"))
@@ -47,7 +47,7 @@ def decode_key(encoded: str) -> str:
 
 
 def split_name(encoded: str, max_suffix_bytes: int) -> tuple[str, str] | None:
-    """Folders and base name as the two fields of a USTAR header hold them; None where they do not fit."""
+    """Split a name into folders and base name as the two fields of a USTAR header; None where they do not fit."""
     if len(encoded) + max_suffix_bytes <= MAX_BASE_BYTES:
         return "", encoded
     folder, _, base = encoded.rpartition("/")

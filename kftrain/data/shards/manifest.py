@@ -351,13 +351,13 @@ def _describe_field(field: schemas.Field) -> str:
 
 
 def row_bytes(field: schemas.Field) -> int:
-    """Size of one row of a field of numbers."""
+    """Return the size in bytes of one row of a field of numbers."""
     return stored_dtype(field.dtype).itemsize * math.prod(field.shape)
 
 
 @contextlib.contextmanager
 def reading(uri: str, fix: str = SHARD_AGAIN) -> Iterator[None]:
-    """Makes what goes wrong while reading a shard or its index a DataError that names it.
+    """Make what goes wrong while reading a shard or its index a DataError that names it.
 
     Storage that is away for now is a StorageError: another attempt may find it.
     """

@@ -19,7 +19,7 @@ _MAGIC = b"\x93NUMPY\x01\x00"
 
 @functools.lru_cache(maxsize=4096)
 def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The header, format 1.0, of a C-ordered array; `dtype` as in `np.dtype(...).str`."""
+    """Return the header, format 1.0, of a C-ordered array; `dtype` as in `np.dtype(...).str`."""
     text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape!r}, }}".encode("ascii")
     length = len(_MAGIC) + 2 + len(text) + 1
     text += b" " * (-length % ALIGNMENT_BYTES) + b"\n"
@@ -27,7 +27,7 @@ def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def stored_dtype(name: str) -> np.dtype[Any]:
-    """The little-endian numpy dtype of a schema's field."""
+    """Return the little-endian numpy dtype of a schema's field."""
     dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
     return dtype
 

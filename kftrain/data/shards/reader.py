@@ -36,7 +36,7 @@ class ShardReader:
     """Open shard that reads rows by their number."""
 
     def __init__(self, manifest_uri: str, shard: Shard, schema: SampleSchema, uses: Uses | None = None) -> None:
-        """Checks the size of the tar and all of the index. Raises DataError that names what is missing or damaged.
+        """Check the size of the tar and all of the index. Raises DataError that names what is missing or damaged.
 
         `uses`: knows whether the node has a copy of a remote shard.
         """

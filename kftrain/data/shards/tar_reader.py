@@ -119,7 +119,7 @@ class _Archive:
         self._num_bytes = stream.seek(0, io.SEEK_END)
 
     def header(self, position: int) -> _Header | None:
-        """The header there; None for an end mark."""
+        """Return the header there; None for an end mark."""
         block = self._read(position, BLOCK_BYTES)
         if position == 0:
             self._refuse_compressed(block)
@@ -140,7 +140,7 @@ class _Archive:
                 raise DataError(f"not a whole tar: it is compressed ({kind})", where=self._where, fix=_FIX)
 
     def content(self, header: _Header, position: int) -> bytes:
-        """The content of a header that explains the next one."""
+        """Return the content of a header that explains the next one."""
         if header.size_bytes > MAX_EXPLANATION_BYTES:
             what = f"a header explains the next one in {header.size_bytes:,} bytes; {MAX_EXPLANATION_BYTES:,} are read"
             raise self.make_error(what, position)
@@ -150,14 +150,14 @@ class _Archive:
         return content
 
     def require_whole(self, member: Member) -> None:
-        """Raises DataError for a member that is not all there."""
+        """Raise DataError for a member that is not all there."""
         num_held = max(0, self._num_bytes - member.offset_bytes)
         if num_held < member.size_bytes:
             what = f"the member is cut off: it holds {num_held:,} of {member.size_bytes:,} bytes"
             raise DataError(what, where=f"{self._where}:{member.name}", fix=_FIX)
 
     def require_end(self, position: int) -> None:
-        """Raises DataError for anything behind the end mark at `position`."""
+        """Raise DataError for anything behind the end mark at `position`."""
         for start in range(position, self._num_bytes, _SEARCH_BYTES):
             if self._read(start, _SEARCH_BYTES).strip(b"\0"):
                 raise self.make_error("there is something behind the end mark", position)
@@ -172,7 +172,7 @@ class _Archive:
 
 
 def _pad(position: int) -> int:
-    """The next multiple of a block."""
+    """Return the next multiple of a block."""
     return -(-position // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -187,7 +187,7 @@ def _has_checksum(block: bytes) -> bool:
 
 
 def _parse_number(field: bytes) -> int | None:
-    """Octal digits, or base 256 where the first bit is set; None for what is neither. Nothing is 0."""
+    """Parse octal digits, or base 256 where the first bit is set; None for what is neither. Nothing is 0."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else None
     match = _OCTAL.fullmatch(field)

@@ -18,7 +18,7 @@ _NO_DATA = re.compile(r"__[^/]*__($|/)")
 
 
 def group_members(stream: BinaryIO, where: str) -> Iterator[tuple[str, dict[str, Member]]]:
-    """Key and members by extension of each sample. Memory: one sample, and the keys of the shard.
+    """Yield key and members by extension of each sample. Memory: one sample, and the keys of the shard.
 
     Raises DataError, with the member's name, where a key or a member comes again.
     """

@@ -36,7 +36,7 @@ _PADDING = [bytes(count) for count in range(BLOCK_BYTES)]
 
 
 def member_header(folder: bytes, base: bytes, size_bytes: int) -> bytes:
-    """The USTAR header of a regular file `folder/base`.
+    """Return the USTAR header of a regular file `folder/base`.
 
     At most 155 and 100 bytes; the checksum is a sum of partial sums.
     """
@@ -50,12 +50,12 @@ def member_header(folder: bytes, base: bytes, size_bytes: int) -> bytes:
 
 
 def padding(size_bytes: int) -> bytes:
-    """The zeros that fill the last block of a member."""
+    """Return the zeros that fill the last block of a member."""
     return _PADDING[-size_bytes % BLOCK_BYTES]
 
 
 def _byte_sum(text: bytes) -> int:
-    """The sum of at most 256 bytes: the lower half of Adler-32 is one more, modulo 65521."""
+    """Return the sum of at most 256 bytes: the lower half of Adler-32 is one more, modulo 65521."""
     return (zlib.adler32(text) & 0xFFFF) - 1
 
 
@@ -84,7 +84,7 @@ class TarWriter:
         self._stream.close()
 
     def append(self, parts: list[bytes | memoryview], num_bytes: int) -> None:
-        """Adds members: headers, contents and paddings in order, `num_bytes` in all; views must be contiguous.
+        """Add members: headers, contents and paddings in order, `num_bytes` in all; views must be contiguous.
 
         The parts are copied before this returns.
         """
@@ -96,7 +96,7 @@ class TarWriter:
                 self._append_in_pieces(memoryview(part).cast("B"))
 
     def finish(self) -> str:
-        """Ends the archive and gives the sha256 of the file."""
+        """End the archive; return the sha256 of the file."""
         self.append([END_OF_ARCHIVE], len(END_OF_ARCHIVE))
         self._flush()
         self._hasher.close()
@@ -129,18 +129,18 @@ class _Hasher:
         self._free.put(io.BytesIO(bytes(CHUNK_BYTES)))
 
     def free_buffer(self) -> io.BytesIO:
-        """A buffer of CHUNK_BYTES, at its beginning."""
+        """Return a buffer of CHUNK_BYTES, at its beginning."""
         return self._free.get()
 
     def update(self, buffer: io.BytesIO, view: memoryview) -> None:
-        """Takes a buffer back and hashes what the view of it shows."""
+        """Take a buffer back and hash what the view of it shows."""
         self.digest.update(view)
         view.release()
         buffer.seek(0)
         self._free.put(buffer)
 
     def close(self) -> None:
-        """Ends when everything has been hashed; may be called again."""
+        """End when everything has been hashed; may be called again."""
 
 
 class _ThreadedHasher(_Hasher):

@@ -156,7 +156,7 @@ class Opened(Uses):
         self._new: list[File] = []
 
     def begin(self, file: File) -> None:
-        """See `Uses`."""
+        """Note a file once, as `Uses` says."""
         if file not in self._all:
             self._all.add(file)
             self._new.append(file)

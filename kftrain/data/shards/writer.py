@@ -76,7 +76,7 @@ class SplitWriter:
             self._tar.__exit__(kind, error, trace)
 
     def write(self, block: Block) -> None:
-        """Adds a block.
+        """Add a block.
 
         Begins a new shard where this one would grow beyond its size. Raises DataError for a wrong block.
         """
@@ -88,7 +88,7 @@ class SplitWriter:
         tar.append(parts, num_bytes)
 
     def finish(self) -> list[Shard]:
-        """Ends the last shard and gives all of them, in order."""
+        """End the last shard; return all of them, in order."""
         if self._tar is not None:
             self._finish_shard(self._tar)
         return self.shards
@@ -138,7 +138,7 @@ class _BlockEncoder:
         self._max_suffix_bytes = max(len(suffix) for field in schema.fields for suffix in field.suffixes)
 
     def encode(self, block: Block) -> tuple[list[bytes | memoryview], list[int], int]:
-        """The block's members in parts, its line of the index with offsets from its start, and its size in bytes."""
+        """Return the block's members in parts, its line of the index with relative offsets, and its size in bytes."""
         num_rows = self._num_rows(block)
         names = split_name(encode_key(block.key, self._max_suffix_bytes), self._max_suffix_bytes)
         assert names is not None, block.key
@@ -181,7 +181,7 @@ class _ArrayMember:
         self._shape = field.shape
 
     def encode(self, block: Block, num_rows: int) -> tuple[bytes, bytes, memoryview, int]:
-        """The end of the member's name, the `.npy` header, the rows, and their size in bytes."""
+        """Return the end of the member's name, the `.npy` header, the rows, and their size in bytes."""
         rows = np.asarray(block.arrays[self.name], order="C")
         shape = rows.shape
         if rows.dtype != self._dtype or shape != (num_rows, *self._shape):
@@ -201,7 +201,7 @@ class _FileMember:
         self._usual = field.extensions[0]
 
     def encode(self, block: Block, num_rows: int) -> tuple[bytes, bytes, bytes, int]:
-        """The end of the member's name, nothing, the content, and its size in bytes."""
+        """Return the end of the member's name, nothing, the content, and its size in bytes."""
         extension = block.extensions.get(self.name, self._usual)
         if extension not in self._suffixes:
             raise _make_mismatch_error(

@@ -152,7 +152,7 @@ def _put_aside(record: Record, waiting: IO[bytes]) -> None:
 
 
 def _read_waiting_records(waiting: IO[bytes]) -> Iterator[Record]:
-    """The records that this process has put aside."""
+    """Yield the records that this process has put aside."""
     while True:
         try:
             yield pickle.load(waiting)

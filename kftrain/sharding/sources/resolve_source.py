@@ -97,8 +97,8 @@ def source_kind(data: DataConfig, progress: Progress = lambda line: None) -> str
     if is_saved_dataset(names):
         return _SAVED_DATASET
     kind = _find_kind(names, name)
-    others = [name for name in names if not (kind.matches(name) or is_hidden(name))]
-    unknown = [name for name in others if kind is not TEXT or name.endswith(COMPRESSED)]
+    others = [file for file in names if not (kind.matches(file) or is_hidden(file))]
+    unknown = [file for file in others if kind is not TEXT or file.endswith(COMPRESSED)]
     what = f"{len(unknown):,} of {len(names):,} files are left out, which are no {kind.name}: {', '.join(unknown[:3])}"
     if 2 * len(unknown) > len(names):
         raise DataError(what, where=name, fix="unpack or convert them, or move them away")

@@ -55,11 +55,11 @@ class Selection:
     """Function from a file's name to the folder that no part of the source reaches beyond."""
 
     def chosen(self, listed: Sequence[ListedFile], where: str) -> list[SourceFile]:
-        """The files that are selected. Raises DataError for a file of no known time; EmptyWindowError."""
+        """Return the files that are selected. Raises DataError for a file of no known time; EmptyWindowError."""
         return [listed_file.file for listed_file in listed]
 
     def without_dates(self, name: str) -> str:
-        """The name of a file without the folders that only say its time."""
+        """Return the name of a file without the folders that only say its time."""
         return name
 
 

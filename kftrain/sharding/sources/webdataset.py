@@ -43,7 +43,7 @@ class WebDatasetSource(FileSource):
         self._text_field = text_field
 
     def list_all(self) -> list[ListedFile]:
-        """The shards, sorted by name. Raises DataError where there are none, or one of a pattern is missing."""
+        """Return the shards, sorted by name. Raises DataError where there are none, or one of a pattern is missing."""
         if not is_shard_pattern(self.uri) or storage.exists(self.uri):
             return super().list_all()
         folder, _, _ = self.uri.partition("{")[0].rpartition("/")
@@ -56,7 +56,7 @@ class WebDatasetSource(FileSource):
         return [entries[name] for name in sorted(entries)]
 
     def read_piece(self, piece: Piece) -> Iterator[Record]:
-        """The samples of a shard in its order. Raises DataError naming shard and member."""
+        """Yield the samples of a shard in its order. Raises DataError naming shard and member."""
         file = piece.file
         with reading_source(file.uri), storage.open_read(file.uri) as stream:
             for key, shard_members in tar_samples.group_members(stream, file.uri):
@@ -76,7 +76,7 @@ def is_shard_pattern(source: str) -> bool:
 
 
 def source_folder(source: str) -> str:
-    """The folder below which the shards of a source lie, absolute: of one shard or a pattern the one that it is in."""
+    """Return the absolute folder below which a source's shards lie: of one shard or a pattern its own folder."""
     if is_shard_pattern(source) and not storage.exists(source):
         source = source.partition("{")[0]
     elif not is_shard(source):
@@ -85,7 +85,7 @@ def source_folder(source: str) -> str:
 
 
 def expand_braces(pattern: str, where: str) -> Iterator[str]:
-    """The names behind `{000..012}` and `{a,b}`, in order. Raises DataError for other braces."""
+    """Yield the names behind `{000..012}` and `{a,b}`, in order. Raises DataError for other braces."""
     match = _BRACES.search(pattern)
     if match is None:
         yield pattern

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kftrain.data import shares
 from kftrain.data.mixture import Concatenated, MixtureOrder, Phase
 from kftrain.data.order import BatchPlan, TrainingOrder
-from kftrain.data.shares import slots_by_weight
+from kftrain.data.shares import compute_slots
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 
@@ -115,7 +115,7 @@ def test_components_of_equal_size_have_orders_of_their_own() -> None:
     ],
 )
 def test_a_round_is_as_short_as_its_shares_allow(weights: list[float], slots: list[int]) -> None:
-    assert slots_by_weight(weights) == slots
+    assert compute_slots(weights) == slots
 
 
 def test_thousands_of_components_are_no_matter_of_minutes() -> None:
@@ -131,14 +131,14 @@ def test_thousands_of_components_are_no_matter_of_minutes() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "Fraction", Counted)
-        assert slots_by_weight([1.0] * 200) == [1] * 200
+        assert compute_slots([1.0] * 200) == [1] * 200
     assert len(added) <= 400
 
 
 @pytest.mark.parametrize(("weights", "why"), [([0.0, 0.0], "above 0"), ([1.0, 1 / 3], "too many digits")])
 def test_weights_without_a_round_are_refused(weights: list[float], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        slots_by_weight(weights)
+        compute_slots(weights)
 
 
 class Numbers:

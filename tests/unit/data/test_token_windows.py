@@ -91,7 +91,7 @@ def test_rows_of_before_are_read_as_they_are(tmp_path):
 
 @pytest.mark.parametrize(("num_rows", "expected"), [(0, 0), (1, 0), (2, 1), (9, 1), (10, 2), (17, 2), (18, 3)])
 def test_no_window_is_without_a_target(num_rows, expected):
-    assert windows.num_windows(num_rows, Window(9, 8)) == expected
+    assert windows.count_windows(num_rows, Window(9, 8)) == expected
 
 
 def test_files_of_a_dataset_are_found_by_what_is_in_them(tmp_path):
