@@ -115,7 +115,8 @@ def _remove_userinfo(text: str) -> str:
         limit = schemes[number + 1].start() if number + 1 < len(schemes) else len(text)
         rest = text[scheme.end() : limit]
         kept.append(text[position : scheme.end()])
-        position = scheme.end() + _measure_userinfo(rest, _is_store(scheme[0]), is_uri and number == 0)
+        is_store = scheme[0].lower().removesuffix("://") in _STORES
+        position = scheme.end() + _measure_userinfo(rest, is_store, is_uri and number == 0)
     return "".join([*kept, text[position:]])
 
 
@@ -135,10 +136,6 @@ def _collect_secrets() -> list[str]:
     values = {os.environ.get(name, "") for name in SECRET_VARIABLES}
     secrets = {form for value in values if len(value) >= MIN_SECRET_LENGTH for form in (value, quote(value, safe=""))}
     return sorted(secrets, key=len, reverse=True)
-
-
-def _is_store(scheme: str) -> bool:
-    return scheme.lower().removesuffix("://") in _STORES
 
 
 def _is_web(scheme: str) -> bool:

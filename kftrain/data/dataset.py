@@ -106,7 +106,10 @@ class ShardedDataset:
         What is encoded is `[k]` of `object`: bytes, or views of the mapped shard. Raises DataError that names the shard
         where one is missing or damaged, or was found to be while it was read before.
         """
-        gathered = {field.name: np.empty(len(samples), _choose_gathered_dtype(field)) for field in self._stored.fields}
+        gathered = {
+            field.name: np.empty(len(samples), "O" if field.is_encoded else f"V{row_bytes(field)}")
+            for field in self._stored.fields
+        }
         for reader, chosen, rows in self._split_by_shard(samples):
             for name, rows_of_field in reader.gather(rows).items():
                 gathered[name][chosen] = rows_of_field
@@ -253,10 +256,6 @@ class ShardedDataset:
                     self._open.popitem(last=False)
             self._open.move_to_end(number)
             return reader
-
-
-def _choose_gathered_dtype(field: Field) -> str:
-    return "O" if field.is_encoded else f"V{row_bytes(field)}"
 
 
 def _view_as_rows(field: Field, gathered: np.ndarray) -> np.ndarray:

@@ -88,7 +88,15 @@ def mix_manifests(components: dict[str, Manifest]) -> Manifest:
                 value=[_describe_fields(first), _describe_fields(other)],
                 fix="shard both with one task and one release",
             )
-    listed = [_describe_component(name, manifest) for name, manifest in components.items()]
+    listed = [
+        Component(
+            name=name,
+            source=manifest.source,
+            dataset_digest=manifest.dataset_digest,
+            num_shards={split: len(manifest.splits[split].shards) for split in SPLITS},
+        )
+        for name, manifest in components.items()
+    ]
     splits = {
         split: [shard for manifest in components.values() for shard in _relocate_shards(manifest, split)]
         for split in SPLITS
@@ -107,11 +115,6 @@ def mix_manifests(components: dict[str, Manifest]) -> Manifest:
         baselines={},
         components=listed,
     )
-
-
-def _describe_component(name: str, manifest: Manifest) -> Component:
-    counts = {split: len(manifest.splits[split].shards) for split in SPLITS}
-    return Component(name=name, source=manifest.source, dataset_digest=manifest.dataset_digest, num_shards=counts)
 
 
 def _relocate_shards(manifest: Manifest, split: str) -> list[Shard]:

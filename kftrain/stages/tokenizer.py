@@ -8,7 +8,7 @@ from typing import Any
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import ConfigError
-from kftrain.sharding.shard_dataset import read_strata, iterate_training_records
+from kftrain.sharding.shard_dataset import iterate_training_records, read_strata
 from kftrain.sharding.sources import resolve_source
 from kftrain.sharding.sources.keyed import KeyedSource
 from kftrain.tasks import build_task, language_modeling

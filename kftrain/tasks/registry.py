@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from kftrain.core.plugins import is_plugin, user_code
-from kftrain.data.assets import read_assets, find_storage_root
+from kftrain.data.assets import find_storage_root, read_assets
 from kftrain.errors import ConfigError, DataError
 from kftrain.models import options
 from kftrain.tasks.base import Task
