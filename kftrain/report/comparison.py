@@ -238,13 +238,12 @@ def _write_slice_headline(
 ) -> str:
     if not compared:
         return "The slices of each version."
-    said = []
+    counts = []
     for version in compared[:MAX_SLICE_CHARTS]:
         judged = [comparison.is_gain(_find_slice_difference(comparison, version, name)) for name in names]
-        said.append(f"{version.name} is better in {judged.count(True)} and worse in {judged.count(False)}")
-    return (
-        f"Of {wording.format_plural(len(names), 'slice')}, {'; '.join(said)} than {describe_version(comparison.base)}."
-    )
+        counts.append(f"{version.name} is better in {judged.count(True)} and worse in {judged.count(False)}")
+    base = describe_version(comparison.base)
+    return f"Of {wording.format_plural(len(names), 'slice')}, {'; '.join(counts)} than {base}."
 
 
 def _draw_slices(comparison: VersionComparison, version: ReportedVersion, names: Sequence[str]) -> Chart | None:
@@ -336,13 +335,13 @@ def _is_smoothed(versions: Sequence[ReportedVersion], key: str) -> bool:
 def _describe_cost(comparison: VersionComparison) -> ReportSection | None:
     versions = comparison.versions
     rows = [
-        [name, *(_format_completion_field(version, key, shown) for version in versions)]
-        for name, key, shown in OF_COMPLETION
+        [name, *(_format_completion_field(version, key, format_value) for version in versions)]
+        for name, key, format_value in OF_COMPLETION
     ]
     rows.append(["tokens", *map(_format_tokens, versions)])
     rows += [
-        [name, *(_format_timeline_field(version, key, shown) for version in versions)]
-        for name, key, shown in OF_TIMELINE
+        [name, *(_format_timeline_field(version, key, format_value) for version in versions)]
+        for name, key, format_value in OF_TIMELINE
     ]
     known = [row for row in rows if any(cell != MISSING for cell in row[1:])]
     if not known:
@@ -376,13 +375,13 @@ OF_TIMELINE: Sequence[tuple[str, str, Callable[[Any], str]]] = (
 """Further rows: name, key of `summarize_cost`, formatter."""
 
 
-def _format_completion_field(version: ReportedVersion, name: str, shown: Callable[[int], str]) -> str:
-    return shown(getattr(version.completion, name)) if version.completion else MISSING
+def _format_completion_field(version: ReportedVersion, name: str, format_value: Callable[[int], str]) -> str:
+    return format_value(getattr(version.completion, name)) if version.completion else MISSING
 
 
-def _format_timeline_field(version: ReportedVersion, name: str, shown: Callable[[Any], str]) -> str:
+def _format_timeline_field(version: ReportedVersion, name: str, format_value: Callable[[Any], str]) -> str:
     value = summarize_cost(version).get(name)
-    return MISSING if value is None else shown(value)
+    return MISSING if value is None else format_value(value)
 
 
 def _format_tokens(version: ReportedVersion) -> str:
@@ -401,13 +400,13 @@ def _describe_differences(
         [wording.clean(key), *(wording.cut_text(wording.clean(v), MAX_VALUE_CHARACTERS) or MISSING for v in values)]
         for key, values in find_differences(documents).items()
     ]
-    said = (
+    headline = (
         f"{wording.format_plural(len(rows), 'value')} differ{'s' if len(rows) == 1 else ''}."
         if rows
         else "It is the same."
     )
     tables = [Table(title, [column, *map(_name_column, comparison.versions)], rows)] if rows else []
-    return ReportSection(title, said, tables=tables)
+    return ReportSection(title, headline, tables=tables)
 
 
 def _list_facts(comparison: VersionComparison) -> list[Fact]:

@@ -1,4 +1,4 @@
-"""What a report says, apart from how it looks: sections of sentences, figures, charts and tables.
+"""The parts of a report, apart from their looks: sections of sentences, figures, charts and tables.
 
 A stage's report is built once as a `ReportSection` and then written twice, as HTML (`page.py`) and as Markdown
 (`markdown.py`), so that the two cannot disagree. All strings are plain text, unescaped; only a chart's

@@ -92,8 +92,10 @@ def describe_evaluation(
 def _tabulate_reference(reference: Evaluation | None) -> list[Table]:
     if reference is None:
         return []
-    shown = {n: wording.format_interval(score.value, score.low, score.high) for n, score in reference.metrics.items()}
-    rows = [[wording.format_label(name), value, edges] for name, (value, edges) in shown.items()]
+    intervals = {
+        n: wording.format_interval(score.value, score.low, score.high) for n, score in reference.metrics.items()
+    }
+    rows = [[wording.format_label(name), value, edges] for name, (value, edges) in intervals.items()]
     samples = wording.format_plural(reference.num_samples, "sample")
     return [Table(f"On the reference set, {samples}", ["", "value", "interval"], rows)]
 
@@ -124,19 +126,21 @@ def _write_headline(metric: str, goal: str, score: Interval) -> str:
 
 def _compare_with_baselines(score: Interval, goal: str, baselines: Mapping[str, float]) -> str:
     """Say for every baseline whether the value is better; a baseline inside the interval is not distinguishable."""
-    said = [_compare_with_baseline(score, goal, name, value) for name, value in list(baselines.items())[:MAX_BASELINES]]
-    return f"{wording.capitalize('; '.join(said))}." if said else ""
+    relations = [
+        _compare_with_baseline(score, goal, name, value) for name, value in list(baselines.items())[:MAX_BASELINES]
+    ]
+    return f"{wording.capitalize('; '.join(relations))}." if relations else ""
 
 
 def _compare_with_baseline(score: Interval, goal: str, name: str, baseline: float) -> str:
-    name, shown = wording.clean(name), wording.format_number(float(baseline))
+    name, figure = wording.clean(name), wording.format_number(float(baseline))
     if wording.to_finite(baseline) is None or wording.to_finite(score.value) is None:
-        return f"{name} is {shown}"
+        return f"{name} is {figure}"
     if score.low <= baseline <= score.high:
-        return f"not distinguishable from {name} ({shown})"
+        return f"not distinguishable from {name} ({figure})"
     better = is_better(score.value, baseline, goal)
     word = {True: "better", False: "worse", None: "lower" if score.value < baseline else "higher"}[better]
-    return f"{word} than {name} ({shown}) by {wording.format_number(abs(score.value - baseline), 3)}"
+    return f"{word} than {name} ({figure}) by {wording.format_number(abs(score.value - baseline), 3)}"
 
 
 def _describe_sample_size(score: Interval, evaluation: Evaluation) -> str:
@@ -150,12 +154,12 @@ def _describe_sample_size(score: Interval, evaluation: Evaluation) -> str:
 def _list_figures(primary: str, evaluation: Evaluation) -> list[Fact]:
     """Return the metrics that get no chart of their own."""
     charted = _list_charted(primary, evaluation)
-    shown = {
+    intervals = {
         name: wording.format_interval(score.value, score.low, score.high)
         for name, score in evaluation.metrics.items()
         if name not in charted
     }
-    return [Fact(wording.format_label(name), value, edges) for name, (value, edges) in shown.items()]
+    return [Fact(wording.format_label(name), value, edges) for name, (value, edges) in intervals.items()]
 
 
 def _list_charted(primary: str, evaluation: Evaluation) -> list[str]:
@@ -194,27 +198,27 @@ def _draw_slices(metric: str, goal: str, evaluation: Evaluation) -> Chart | None
     ]
     if not rows:
         return None
-    shown = _choose_slices(rows, goal)
+    drawn = _choose_slices(rows, goal)
     title = f"{wording.format_label(metric)} by slice"
     first = "worst first" if goal else "highest first"
-    if any(row.num_samples < MIN_SLICE_SAMPLES for row in shown):
+    if any(row.num_samples < MIN_SLICE_SAMPLES for row in drawn):
         first += f", those of fewer than {MIN_SLICE_SAMPLES} samples last: they say little"
     left_out = (
         ""
-        if len(shown) == len(rows)
-        else f", {len(shown)} of {wording.format_count(len(rows))}: the first and the last"
+        if len(drawn) == len(rows)
+        else f", {len(drawn)} of {wording.format_count(len(rows))}: the first and the last"
     )
-    if any(row.bounds for row in shown):
+    if any(row.bounds for row in drawn):
         first += f"; bars: {wording.format_level(evaluation.confidence)} intervals, coloured where the whole is outside"
     table = Table(
         title,
         ["slice", metric, "interval", "samples"],
-        [[r.name, *r.figures, wording.format_count(r.num_samples)] for r in shown],
+        [[r.name, *r.figures, wording.format_count(r.num_samples)] for r in drawn],
     )
     description = f"{title}, {first}: " + ", ".join(
-        f"{row.name} {wording.format_number(float(row.value))}" for row in shown
+        f"{row.name} {wording.format_number(float(row.value))}" for row in drawn
     )
-    return Chart(title, draw_slice_chart(shown, whole, description=description), first + left_out, table)
+    return Chart(title, draw_slice_chart(drawn, whole, description=description), first + left_out, table)
 
 
 def _choose_slices(rows: list[SliceRow], goal: str) -> list[SliceRow]:
@@ -251,21 +255,21 @@ def _make_galleries(evaluation: Evaluation) -> list[Gallery]:
         name for example in evaluation.examples for name, value in example.metrics.items() if value not in (0, 1)
     }
     return [
-        Gallery(title, [_make_sample(example, measured) for example in shown])
-        for title, shown in examples.items()
-        if shown
+        Gallery(title, [_make_sample(example, measured) for example in chosen])
+        for title, chosen in examples.items()
+        if chosen
     ]
 
 
 def _make_sample(example: Example, measured: set[str]) -> Sample:
     """`measured`: metrics that say more of one sample than right or wrong, which the sample shows itself."""
-    shown = content.make_sample_facts(example.shown, example.names)
+    facts = content.make_sample_facts(example.shown, example.names)
     metrics = {name: value for name, value in example.metrics.items() if name in measured}
     figures = [
         Fact(wording.format_label(name).lower(), wording.format_number(value)) for name, value in metrics.items()
     ]
     picture = example.picture if _BASE64.fullmatch(example.picture) else ""
-    return Sample(wording.clean(example.key), [*shown, *figures], picture)
+    return Sample(wording.clean(example.key), [*facts, *figures], picture)
 
 
 def _measure_badness(value: float, goal: str) -> float:
@@ -372,7 +376,7 @@ def _tabulate_classes(evaluation: Evaluation) -> list[Table]:
     if not evaluation.classes:
         return []
     worst = sorted(evaluation.classes, key=lambda scores: 2.0 if scores.f1 is None else scores.f1)[:MAX_CLASS_ROWS]
-    shown = evaluation.classes if len(evaluation.classes) <= MAX_CLASS_ROWS else worst
+    listed = evaluation.classes if len(evaluation.classes) <= MAX_CLASS_ROWS else worst
     rows = [
         [
             wording.clean(scores.label),
@@ -382,9 +386,9 @@ def _tabulate_classes(evaluation: Evaluation) -> list[Table]:
                 (scores.precision, scores.recall, scores.f1, scores.roc_auc, scores.average_precision),
             ),
         ]
-        for scores in shown
+        for scores in listed
     ]
-    left_out = "" if len(shown) == len(evaluation.classes) else f", the {MAX_CLASS_ROWS} with the lowest F1"
+    left_out = "" if len(listed) == len(evaluation.classes) else f", the {MAX_CLASS_ROWS} with the lowest F1"
     columns = ["class", "samples", "precision", "recall", "F1", "ROC AUC", "average precision"]
     return [Table(f"By class{left_out}", columns, rows)]
 
@@ -420,9 +424,9 @@ def _draw_curves(kind: str, curves: list[Curve], num_classes: int) -> Chart:
     series = [
         Series(wording.clean(curve.label), curve.points, figure=wording.format_number(curve.area)) for curve in curves
     ]
-    said = ", ".join(f"{wording.clean(curve.label)} {wording.format_number(curve.area)}" for curve in curves)
+    areas = ", ".join(f"{wording.clean(curve.label)} {wording.format_number(curve.area)}" for curve in curves)
     fewer = num_classes > len(curves) > 1
-    note = f"one class against the others{', the hardest ones' if fewer else ''}; {area}: {said}"
+    note = f"one class against the others{', the hardest ones' if fewer else ''}; {area}: {areas}"
     drawing = draw_line_chart(
         series, description=f"{title}, {note}", x_range=(0.0, 1.0), from_zero=True, x_name=across, x_is_whole=False
     )

@@ -57,8 +57,8 @@ def _explain_improvement(config: Config, registration: Registration) -> list[str
 
 def _tabulate_reasons(registration: Registration) -> list[Table]:
     """Tabulate the gate's reasons; a single reason already stands in the sentence above."""
-    said = {"for": "for it", "against": "against it", "person": "a person decides"}
-    rows = [[wording.clean(reason.text), said[reason.verdict], reason.code] for reason in registration.reasons]
+    verdicts = {"for": "for it", "against": "against it", "person": "a person decides"}
+    rows = [[wording.clean(reason.text), verdicts[reason.verdict], reason.code] for reason in registration.reasons]
     return [Table("What the gate looked at", ["", "speaks", "code"], rows)] if len(rows) > 1 else []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kftrain.report import content, wording
@@ -196,10 +196,10 @@ def _make_galleries(overview: Manifest | None) -> list[Gallery]:
 
 def _make_sample(example: Manifest) -> Sample:
     texts = {str(name): str(text) for name, text in _as_mapping(example.get("shown")).items()}
-    shown = content.make_sample_facts(texts, [str(name) for name in _as_sequence(example.get("names"))])
+    facts = content.make_sample_facts(texts, [str(name) for name in _as_sequence(example.get("names"))])
     picture = example.get("picture")
     is_picture = isinstance(picture, str) and _BASE64.fullmatch(picture) is not None
-    return Sample(wording.clean(example.get("key", "")), shown, str(picture) if is_picture else "")
+    return Sample(wording.clean(example.get("key", "")), facts, str(picture) if is_picture else "")
 
 
 def _read_counts(values: Any) -> dict[str, int]:
@@ -293,10 +293,9 @@ def _tabulate_drift_sizes(drift: Drift) -> Table:
     return Table("Size against the dataset before", ["", "before", "now", "change"], rows)
 
 
-def _make_size_row(name: str, before: int, now: int, shown: object) -> list[str]:
-    assert callable(shown)
+def _make_size_row(name: str, before: int, now: int, format_value: Callable[[Any], str]) -> list[str]:
     change = f"{wording.format_decimals(100 * (now - before) / before, 1, signed=True)} %" if before else ""
-    return [name, shown(before), shown(now), change]
+    return [name, format_value(before), format_value(now), change]
 
 
 def _tabulate_drift_measures(drift: Drift) -> list[Table]:

@@ -67,8 +67,8 @@ def format_interval(value: float, low: float, high: float, signed: bool = False)
     if to_finite(value) is None or not (math.isfinite(half_width) and 1e-9 < half_width < 1e12):
         return format_number(value), f"{format_number(low)} to {format_number(high)}"
     decimals = 1 - math.floor(math.log10(half_width))
-    shown = [format_decimals(x, decimals, signed) for x in (value, low, high)]
-    return shown[0], f"{shown[1]} to {shown[2]}"
+    texts = [format_decimals(x, decimals, signed) for x in (value, low, high)]
+    return texts[0], f"{texts[1]} to {texts[2]}"
 
 
 def format_percent(fraction: float) -> str:

@@ -120,9 +120,9 @@ def _measure_names_px(names: Sequence[str]) -> float:
 
 def _choose_scale(values: Sequence[float | None]) -> Scale:
     """Return an axis from the lowest to the highest value with a little room, so that no dot stands on the edge."""
-    held = [v for v in values if v is not None and wording.to_finite(v) is not None] or [0.0]
-    room = (max(held) - min(held)) / 25
-    return make_linear_scale([min(held) - room, max(held) + room], 7, loose=False)
+    finite = [v for v in values if v is not None and wording.to_finite(v) is not None] or [0.0]
+    room = (max(finite) - min(finite)) / 25
+    return make_linear_scale([min(finite) - room, max(finite) + room], 7, loose=False)
 
 
 def _draw_guide(guide: Guide, scale: Scale, height: float) -> list[Markup]:

@@ -231,8 +231,8 @@ def _draw_path(segments: list[list[tuple[float, float]]], frame: _Frame, style: 
 
 def _draw_marks(series: Series, index: int, frame: _Frame) -> list[Markup]:
     """Draw every point of a short curve as a dot, the last of a long one, and axis ticks at values not finite."""
-    shown = series.finite_points
-    dots = [(x, y, 2) for x, y in shown[:-1]] if len(shown) <= MAX_DOTS else []
+    points = series.finite_points
+    dots = [(x, y, 2) for x, y in points[:-1]] if len(points) <= MAX_DOTS else []
     parts = [
         svg.make_element(
             "circle",
@@ -241,7 +241,7 @@ def _draw_marks(series: Series, index: int, frame: _Frame) -> list[Markup]:
             r=r,
             class_=f"dot series-{index}",
         )
-        for x, y, r in [*dots, (*shown[-1], 3)]
+        for x, y, r in [*dots, (*points[-1], 3)]
     ]
     gaps = sorted({round(frame.x(x)) for x, y in series.points if wording.to_finite(y) is None})
     for place in gaps:

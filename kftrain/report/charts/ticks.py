@@ -64,12 +64,12 @@ def make_linear_scale(
 
 def make_log_scale(values: Iterable[float], max_ticks: int = 5) -> Scale:
     """Return a logarithmic axis: ticks at powers of ten, and at 2 and 5 times them if there is room."""
-    held = [v for v in values if v > 0] or [1.0]
-    first, last = math.floor(_log10(min(held))), math.ceil(_log10(max(held)))
+    positive = [v for v in values if v > 0] or [1.0]
+    first, last = math.floor(_log10(min(positive))), math.ceil(_log10(max(positive)))
     last = max(last, first + 1)
     if last - first <= max(1, (max_ticks - 1) // 3):
         ticks = [mantissa * 10.0**power for power in range(first, last) for mantissa in (1, 2, 5)] + [10.0**last]
-        return _trim_ticks(ticks, min(held), max(held))
+        return _trim_ticks(ticks, min(positive), max(positive))
     stride = math.ceil((last - first) / (max_ticks - 1))
     last = first + stride * math.ceil((last - first) / stride)
     ticks = [10.0**power for power in range(first, last + 1, stride)]
@@ -123,8 +123,8 @@ def count_decimals(step: float) -> int:
 
 
 def _widen_range(values: Iterable[float]) -> tuple[float, float]:
-    held = [0.0 if abs(v) < ZERO_BELOW else v for v in values] or [0.0, 1.0]
-    low, high = min(held), max(held)
+    numbers = [0.0 if abs(v) < ZERO_BELOW else v for v in values] or [0.0, 1.0]
+    low, high = min(numbers), max(numbers)
     size = max(abs(low), abs(high))
     if high - low > MIN_RELATIVE_SPAN * size:
         return low, high
