@@ -1,4 +1,4 @@
-"""What `import kftrain` gives: the product from Python, as a notebook uses it.
+"""The product from Python, as a notebook uses it: what `import kftrain` gives.
 
     import kftrain
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from kftrain.tasks.settings import TaskConfig
 
 STARTED_BY = "kftrain.run_pipeline(config)"
-"""What starts such a run anew, for people who read of a failure."""
+"""Call that starts such a run anew, for people who read of a failure."""
 
 
 def load_config(files: str | Path | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of one or several YAML files; without one, every default.
+    """Load the configuration from one or several YAML files; without one, every default.
 
     Args:
         files: A later one wins over an earlier one, key by key.
@@ -53,7 +53,7 @@ def load_config(files: str | Path | Sequence[str] | None = None, overrides: Sequ
 
 
 def run_pipeline(config: Config | None = None, *, workdir: str | Path = ".", resume: str = "") -> CompletedRun:
-    """Runs the whole pipeline on this machine, as `kftrain run` does, and returns the complete run.
+    """Run the whole pipeline on this machine, as `kftrain run` does, and return the complete run.
 
     Progress goes to stderr, everything else to `<workdir>/logs/`. An interrupt (Ctrl-C, the notebook's stop button)
     lets training commit a checkpoint first, if this is called in the main thread.
@@ -82,7 +82,7 @@ def compile_pipeline(
     launcher_cpu: str | None = None,
     launcher_memory: str | None = None,
 ) -> str:
-    """The pipeline as YAML for the Kubeflow UI, byte for byte the same every time; written to `path`, too, if given.
+    """Compile the pipeline to YAML for the Kubeflow UI, the same every time; write it to `path`, too, if given.
 
     Args:
         path: File to write.
@@ -114,7 +114,7 @@ def submit_pipeline(
     steps_image: str | None = None,
     ca_file: str | None = None,
 ) -> SubmittedRun:
-    """Uploads the pipeline to Kubeflow and starts a run of it; `.wait()` on what it returns follows the run.
+    """Upload the pipeline to Kubeflow and start a run of it; `.wait()` on the result follows the run.
 
     It logs in as `kftrain submit` does: with KFP_EXISTING_TOKEN, or in a pod with the token that is mounted for
     Kubeflow Pipelines.
@@ -134,12 +134,12 @@ def submit_pipeline(
     """
     from kftrain.client.local_run import place_run
     from kftrain.client.submit import build_submission, submit
-    from kftrain.kubeflow.client import ENDPOINT_ENV, TOKEN_ENV, Connection, Pipelines, in_cluster_host
+    from kftrain.kubeflow.client import ENDPOINT_ENV, TOKEN_ENV, Connection, Pipelines, find_in_cluster_host
     from kftrain.stages import preflight
 
     placed, resume_run = place_run(config or Config(), (), Path.cwd(), resume, keep=config is None)
     preflight.require_remote(placed)
-    url = host or os.environ.get(ENDPOINT_ENV, "") or in_cluster_host()
+    url = host or os.environ.get(ENDPOINT_ENV, "") or find_in_cluster_host()
     submission = build_submission(placed, resume_run, url, experiment, run_name, steps_image=steps_image)
     return submit(Pipelines(Connection(url, namespace, TOKEN_ENV, ca_file)), submission, placed, resume_run)
 
@@ -151,7 +151,7 @@ def open_dataset(
     task: Task | TaskConfig | None = None,
     verify: bool = True,
 ) -> OpenedDataset:
-    """The samples of one split, for loops of your own: by number, in the training order, or as WebDataset.
+    """Open the samples of one split for loops of your own: by number, in the training order, or as WebDataset.
 
         dataset = kftrain.open_dataset(run.uri, "train", task=run.config.task)
         dataset[7]                                                     # a sample, also for torch's DataLoader
@@ -175,17 +175,19 @@ def open_dataset(
 
     if split not in SPLITS:
         raise ConfigError("no such split", where="open_dataset", value=split, fix=f"one of: {', '.join(SPLITS)}")
-    found = find_manifest(uri)
-    with reading(found):
-        manifest = read_manifest(found)
+    manifest_uri = find_manifest(uri)
+    with reading(manifest_uri):
+        manifest = read_manifest(manifest_uri)
     if task is not None and not isinstance(task, Task):
         permit_kinds([task.kind])
-        task = build_task_of(task, found, manifest.task_settings)
-    return OpenedDataset(found, manifest, split, task, verify)
+        task = build_task_of(task, manifest_uri, manifest.task_settings)
+    return OpenedDataset(manifest_uri, manifest, split, task, verify)
 
 
 def load_export(run_uri: str, *, trusted_kinds: Sequence[str] = ()) -> LoadedExport:
-    """The trained model of a run, in evaluation mode on the CPU, with its task. Every byte is checked; nothing pickled.
+    """Load the trained model of a run, in evaluation mode on the CPU, with its task.
+
+    Every byte is checked against its digest, and nothing is unpickled.
 
     Args:
         run_uri: The run's folder, or a local path of it.

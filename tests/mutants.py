@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant(
         "a command that is told to stop keeps its turn",
         "kftrain/cli/__init__.py",
-        "with signals.handled(signals.STOP, _leave), outages",
+        "with signals.handled(signals.STOP, _exit), outages",
         "with outages",
         "tests/unit/cli/test_schedule.py -k told_to_stop",
     ),
@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     Mutant(
         "Kubeflow's page says nothing of a recurring run",
-        "kftrain/kubeflow/recurring.py",
+        "kftrain/kubeflow/client.py",
         "            description=content.description[:MAX_DESCRIPTION_LENGTH],\n",
         "",
         "tests/unit/cli/test_schedule.py -k kubeflows_page",
@@ -883,7 +883,7 @@ MUTANTS = [
     ),
     Mutant(
         "runs are listed by their names",
-        "kftrain/cli/runs.py",
+        "kftrain/cli/jobs.py",
         "key=lambda run: (run.started, run.run_id)",
         "key=lambda run: run.run_id",
         "tests/unit/cli/test_runs_command.py",
@@ -947,7 +947,7 @@ MUTANTS = [
     Mutant(
         "a day of a sliding window has 24 hours",
         "kftrain/stages/windows.py",
-        "start = cron.days_before(cron.parse(schedule.cron), cron.zone(schedule.time_zone), instant, days)",
+        "start = cron.find_days_before(cron.parse(schedule.cron), cron.load_zone(schedule.time_zone), instant, days)",
         "start = instant - timedelta(days=days)",
         "tests/unit/stages/test_scheduled_windows.py -k days",
     ),
@@ -1024,7 +1024,7 @@ MUTANTS = [
     Mutant(
         "a first step that runs again trains what it has left to the next run",
         "kftrain/stages/firing.py",
-        "    if before is not None and history.ended(key) is not None:",
+        "    if before is not None and history.read_end(key) is not None:",
         "    if False:",
         "tests/unit/stages/test_firing.py -k not_at_work",
     ),
@@ -1037,7 +1037,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run by hand that did nothing has succeeded",
-        "kftrain/cli/schedule.py",
+        "kftrain/client/managed_schedule.py",
         'if skipped is not None and skipped.why == "overlap":',
         "if False:",
         "tests/unit/cli/test_schedule.py -k nothing_to_do",
@@ -1486,8 +1486,8 @@ MUTANTS = [
     Mutant(
         "an apply does not hear that the schedule goes on meanwhile",
         "kftrain/schedule/apply.py",
-        "            listed, now = self._listed(), wanted()\n",
-        '            listed, now = self._listed(), self.__dict__.setdefault("_first", wanted())\n',
+        "            listed, now = self._list_recurring(), wanted()\n",
+        '            listed, now = self._list_recurring(), self.__dict__.setdefault("_first", wanted())\n',
         "tests/unit/schedule/test_apply.py -k resume_and_pause",
     ),
     Mutant(

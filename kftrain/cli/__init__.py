@@ -19,12 +19,12 @@ EXTRAS = {
     **{"kubernetes": "kubeflow", "kubeflow": "kubeflow"},
     **{"pyarrow": "sources", "PIL": "sources", "datasets": "sources", "tokenizers": "sources"},
 }
-"""What installs an optional dependency."""
+"""Module of an optional dependency -> the extra of kftrain that installs it."""
 
 COMMANDS = {
     "init": ("kftrain.cli.init", "Write a project: configuration, data, task, model, test."),
     "run": ("kftrain.cli.run", "The whole pipeline on this machine."),
-    "compile": ("kftrain.cli.compile", "Write the pipeline as YAML for the Kubeflow UI."),
+    "compile": ("kftrain.cli.submit", "Write the pipeline as YAML for the Kubeflow UI."),
     "submit": ("kftrain.cli.submit", "Upload the pipeline to Kubeflow and start a run."),
     "schedule": ("kftrain.cli.schedule", "Recurring runs as files: apply, compare, pause, run now."),
     "shard": ("kftrain.cli.stages", "Start a run: check everything cheap, write the dataset's shards."),
@@ -33,10 +33,10 @@ COMMANDS = {
     "register": ("kftrain.cli.stages", "Register the model of a run and promote it by policy."),
     "gate": ("kftrain.cli.stages", "Decide again whether a registered model becomes champion."),
     "shards": ("kftrain.cli.shards", "Look at the shards of a dataset."),
-    "tokenizer": ("kftrain.cli.tokenizer", "Train a tokenizer."),
+    "tokenizer": ("kftrain.cli.shards", "Train a tokenizer."),
     "checkpoints": ("kftrain.cli.checkpoints", "Look at the checkpoints of a run."),
     "models": ("kftrain.cli.models", "Compare, promote and roll back registered models."),
-    "runs": ("kftrain.cli.runs", "List runs: state, step, metric, champion."),
+    "runs": ("kftrain.cli.jobs", "List runs: state, step, metric, champion."),
     "status": ("kftrain.cli.jobs", "Show the jobs on the cluster, or a run of this machine."),
     "logs": ("kftrain.cli.jobs", "Print what the workers of a run print."),
     "cancel": ("kftrain.cli.jobs", "End the jobs of a run after a commit."),
@@ -46,10 +46,10 @@ COMMANDS = {
     "config": ("kftrain.cli.config", "Show the configuration and its schema."),
     "worker": ("kftrain.cli.worker", "One node of a job; started by a launcher."),
 }
-"""Command -> the module that defines it and what it does."""
+"""Command -> the module that defines it, and its line in the help."""
 
 FORMER_NAMES = {"resume": "unsuspend"}
-"""What a command was called in the release before -> what it is called now. Understood for one release, with a line."""
+"""Name of a command in the release before -> its name now. The old name works for one release, with a line."""
 
 RETRYING = frozenset(("run", "shard", "train", "evaluate", "register", "gate", "worker"))
 """Commands that ride out storage that is away; a person waits for the others."""
@@ -59,24 +59,23 @@ class LazyGroup(click.Group):
     """A group whose commands are imported only when they run; the help shows what stands in COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All commands in the order in which a run uses them."""
+        """Return all commands in the order in which a run uses them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a name, imported now."""
+        """Import a command by its name; None where there is none."""
         if cmd_name in FORMER_NAMES:
             now = FORMER_NAMES[cmd_name]
             echo(f"kftrain {cmd_name} is now called kftrain {now}; the next release knows only that", err=True)
             cmd_name = now
         if cmd_name not in COMMANDS:
             return None
-        module, _ = COMMANDS[cmd_name]
-        command = getattr(importlib.import_module(module), f"{cmd_name}_command")
+        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), f"{cmd_name}_command")
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands, without importing any."""
+        """Write the list of commands, without importing any."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
@@ -91,13 +90,13 @@ def cli(ctx: click.Context) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The `kftrain` program.
+    """Run the `kftrain` program.
 
     An expected failure is one line on stderr and its exit code; a bug keeps its traceback. Asked to stop, it gives back
     what it holds, such as the turn to change a schedule.
     """
     try:
-        with signals.handled(signals.STOP, _leave), outages.explain_disk_errors(""):
+        with signals.handled(signals.STOP, _exit), outages.explain_disk_errors(""):
             code = cli.main(arguments, prog_name="kftrain", standalone_mode=False)
     except KftrainError as error:
         fail(error.line, error.exit_code)
@@ -115,18 +114,18 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _leave(number: int, _frame: object) -> NoReturn:
+def _exit(number: int, _frame: object) -> NoReturn:
     sys.exit(signals.shell_code(-number))
 
 
 def fail(line: str, code: int) -> NoReturn:
-    """Ends the program with one line."""
+    """End the program with one line."""
     echo(f"kftrain: error: {line}", err=True)
     sys.exit(code)
 
 
 def fail_unexpectedly(error: Exception) -> NoReturn:
-    """Ends the program: a store that refuses is one line, as where it is away; a bug has its traceback."""
+    """End the program: a store that refuses is one line, as where it is away; a bug has its traceback."""
     if outages.is_from_driver(error):
         what = f"{outages.UNREACHABLE}: {outages.one_line(error)}"
         refused = RetryableError(what, fix="check its address and the credentials")
@@ -136,7 +135,7 @@ def fail_unexpectedly(error: Exception) -> NoReturn:
 
 
 def fail_usage(error: click.ClickException) -> NoReturn:
-    """Ends the program for a wrong command line; a group that was called without a command shows its help."""
+    """End the program for a wrong command line; a group that was called without a command shows its help."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         fail(error.format_message(), error.exit_code)

@@ -30,7 +30,7 @@ def list_(run_uri: str, as_json: bool) -> None:
     names = commit.committed(paths)
     if not names and not storage.exists(paths.uri):
         raise CheckpointError("there is no such run", where=paths.uri, fix="check the run's URI")
-    rows = [_row(storage.join(paths.checkpoints, str(name)), name) for name in names]
+    rows = [_describe(storage.join(paths.checkpoints, str(name)), name) for name in names]
     if as_json:
         echo(json.dumps(rows, indent=2))
         return
@@ -45,7 +45,7 @@ def list_(run_uri: str, as_json: bool) -> None:
 @click.argument("uri")
 def verify(uri: str) -> None:
     """Compare every file of a checkpoint, or of a run's newest one, with its manifest; exit code 12: one is damaged."""
-    chosen = _checkpoint(uri)
+    chosen = _find_checkpoint(uri)
     manifest, digest = commit.read_checkpoint_manifest(chosen)
     commit.verify_files(chosen, manifest.files)
     echo(f"{len(manifest.files)} files are as they were committed: {chosen} (digest {digest[:12]})")
@@ -60,14 +60,14 @@ def export(uri: str, as_json: bool) -> None:
     from kftrain.train.completing import build_task_of_run, export_model
     from kftrain.trust import permit
 
-    chosen = _checkpoint(uri)
+    chosen = _find_checkpoint(uri)
     paths = RunPaths(chosen.rsplit("/", 2)[0])
     config = permit(read_config(paths))
     folder, digest = export_model(paths, config, build_task_of_run(paths, config), chosen)
     echo(json.dumps({"export_uri": folder, "export_digest": digest}) if as_json else folder)
 
 
-def _row(uri: str, name: CheckpointName) -> dict[str, Any]:
+def _describe(uri: str, name: CheckpointName) -> dict[str, Any]:
     row: dict[str, Any] = {"uri": uri, "step": name.step, "attempt": name.attempt}
     try:
         manifest, digest = commit.read_checkpoint_manifest(uri)
@@ -77,8 +77,8 @@ def _row(uri: str, name: CheckpointName) -> dict[str, Any]:
     return {**row, "digest": digest, "bytes": num_bytes, "world_size": manifest.world_size}
 
 
-def _checkpoint(uri: str) -> str:
-    """A checkpoint's URI, or the newest one of a run. Raises CheckpointError."""
+def _find_checkpoint(uri: str) -> str:
+    """Return the URI of a checkpoint, or of a run's newest one. Raises CheckpointError."""
     absolute = storage.absolute(uri)
     if CheckpointName.parse(RunPaths(absolute).run_id) is not None:
         return absolute

@@ -26,7 +26,7 @@ FILES = {
 """Template -> where it goes in the project."""
 
 MAX_NAME_CHARACTERS = 40
-"""Of `run.name`."""
+"""Number of characters that `run.name` may have."""
 
 
 @click.command("init")
@@ -34,14 +34,12 @@ MAX_NAME_CHARACTERS = 40
 def init_command(folder: str) -> None:
     """Write a project: a configuration with comments, data, a task, a model, and a test."""
     root = Path(folder).expanduser()
-    package = package_name(root)
-    paths = written(root, package)
-    echo("\n".join(f"wrote {path}" for path in paths))
+    echo("\n".join(f"wrote {path}" for path in write_project(root, name_package(root))))
     echo(f"next: cd {shlex.quote(str(root))} && python -m pytest && PYTHONPATH=$PWD kftrain run --config config.yaml")
 
 
-def package_name(root: Path) -> str:
-    """The package of a project in this folder: its name, as Python can import it.
+def name_package(root: Path) -> str:
+    """Make the name of the project's package from its folder's name, so that Python can import it.
 
     Raises ConfigError where that is no name, or another module's.
     """
@@ -54,8 +52,8 @@ def package_name(root: Path) -> str:
     return name
 
 
-def written(root: Path, package: str) -> list[Path]:
-    """Writes the files of a project; returns them. Raises ConfigError where the folder holds anything already."""
+def write_project(root: Path, package: str) -> list[Path]:
+    """Write the files of a project; return their paths. Raises ConfigError where the folder holds anything already."""
     try:
         if root.exists() and any(root.iterdir()):
             raise ConfigError("the folder is not empty", where="DIR", value=str(root), fix="name a new one")

@@ -1,24 +1,30 @@
-"""`kftrain status | logs | cancel | suspend | unsuspend | gc`: jobs, wherever they run, from anywhere."""
+"""`kftrain status | logs | cancel | suspend | unsuspend | gc | runs`: jobs where they run, runs where they lie."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kftrain.cli.options import json_option
+from kftrain import config as configuration
+from kftrain.cli.options import config_options, json_option
 from kftrain.client.console import echo
 from kftrain.config import Config
 from kftrain.core import storage
+from kftrain.core.credentials import redact
 from kftrain.errors import ConfigError, KftrainError
 from kftrain.kubeflow.client import ENDPOINT_ENV
+from kftrain.report import wording
 from kftrain.run.best_effort import best_effort
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.job_tasks import JOB_TASKS, TRAINING
 from kftrain.run.paths import RunPaths
+from kftrain.stages import resolve, runs
+from kftrain.stages.runs import RunOverview
 
 if TYPE_CHECKING:
     from kftrain.launch.base import Jobs
@@ -29,14 +35,14 @@ namespace_option = click.option(
 )
 
 
-def _one_run(context: click.Context, parameter: click.Parameter, run: str) -> str:
-    """The run that is named, by its id or by its folder: a variable that the shell does not know means none."""
+def _require_run(context: click.Context, parameter: click.Parameter, run: str) -> str:
+    """Return the run, an id or a folder. Raises ConfigError for none: the shell may not know a variable."""
     if not run.strip("/"):
         raise ConfigError("this names no run", where="RUN", value=run, fix="kftrain status lists those that have jobs")
     return run
 
 
-run_argument = click.argument("run", callback=_one_run)
+run_argument = click.argument("run", callback=_require_run)
 
 
 @click.command("status")
@@ -48,25 +54,26 @@ def status_command(run: str, namespace: str, as_json: bool) -> None:
 
     Of a run's folder that has no job it shows what the files say; kftrain runs lists all runs.
     """
-    config = _config_of(run)
-    found = _jobs(config, namespace).describe(run)
-    if not found and config is not None:
-        _show_run(RunPaths(storage.absolute(run)), as_json)
+    config = _read_config(run)
+    jobs = _find_jobs(config, namespace).describe(run)
+    if not jobs and config is not None:
+        overviews = [runs.read_run_overview(RunPaths(storage.absolute(run)))]
+        echo(_to_json(overviews) if as_json else "\n".join(write_table(overviews)))
         return
     if as_json:
-        echo(json.dumps([dataclasses.asdict(job) for job in found], indent=2))
+        echo(_to_json(jobs))
         return
-    for job in found:
-        echo(f"{job.job}: {job.state}, {job.workers} workers, {_age(job.age_seconds)} old")
+    for job in jobs:
+        echo(f"{job.job}: {job.state}, {job.workers} workers, {_format_age(job.age_seconds)} old")
         for line in (job.progress, job.reason):
             if line:
                 echo(f"  {line}")
-    if not found:
+    if not jobs:
         echo("no jobs")
 
 
-def _config_of(run: str) -> Config | None:
-    """The configuration in a run's folder; None where only an id is given, or where it cannot be read."""
+def _read_config(run: str) -> Config | None:
+    """Read the configuration in a run's folder; None where only an id is given, or where it cannot be read."""
     uri = storage.absolute(run) if "/" in run else ""
     with best_effort("the run's folder cannot be read, so its job is looked for on the cluster"):
         if uri and is_opened(RunPaths(uri)):
@@ -74,12 +81,9 @@ def _config_of(run: str) -> Config | None:
     return None
 
 
-def _show_run(paths: RunPaths, as_json: bool) -> None:
-    from kftrain.cli.runs import table
-    from kftrain.stages import runs
-
-    found = [runs.read_run_overview(paths)]
-    echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2) if as_json else "\n".join(table(found)))
+def _to_json(rows: Sequence[Any]) -> str:
+    """Write dataclasses as a list of JSON objects."""
+    return json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
 
 
 @click.command("logs")
@@ -89,7 +93,7 @@ def _show_run(paths: RunPaths, as_json: bool) -> None:
 @namespace_option
 def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
     """Print what the workers of a RUN print now; complete logs of ended ones lie in the run's folder, under logs/."""
-    _jobs(_config_of(run), namespace).logs(run, task, follow, echo)
+    _find_jobs(_read_config(run), namespace).logs(run, task, follow, echo)
 
 
 @click.command("cancel")
@@ -97,7 +101,7 @@ def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
 @namespace_option
 def cancel_command(run: str, namespace: str) -> None:
     """End the jobs of a RUN: workers commit a checkpoint, then every one of them goes."""
-    _say("deleted", _jobs(_config_of(run), namespace).cancel(run))
+    _echo_names("deleted", _find_jobs(_read_config(run), namespace).cancel(run))
 
 
 @click.command("suspend")
@@ -105,7 +109,7 @@ def cancel_command(run: str, namespace: str) -> None:
 @namespace_option
 def suspend_command(run: str, namespace: str) -> None:
     """Take the pods of a RUN away after a commit; its launcher waits."""
-    _say("suspended", _jobs(_config_of(run), namespace).suspend(run))
+    _echo_names("suspended", _find_jobs(_read_config(run), namespace).suspend(run))
 
 
 @click.command("unsuspend")
@@ -113,7 +117,7 @@ def suspend_command(run: str, namespace: str) -> None:
 @namespace_option
 def unsuspend_command(run: str, namespace: str) -> None:
     """Let the suspended jobs of a RUN go on."""
-    _say("unsuspended", _jobs(_config_of(run), namespace).unsuspend(run))
+    _echo_names("unsuspended", _find_jobs(_read_config(run), namespace).unsuspend(run))
 
 
 @click.command("gc")
@@ -145,30 +149,30 @@ def gc_command(dry_run: bool, tracking_uri: str, storage_root: str, host: str, n
     from kftrain.launch.kubernetes.kinds import all_kinds
 
     clusters = control.ClusterJobs(all_kinds(), namespace, _warn).clusters
-    found = control.collect_garbage(clusters, dry_run)
-    for garbage in found:
-        echo(f"{'would delete' if dry_run else 'deleted'} {garbage.job}: {garbage.why}")
-    if not found:
+    garbage = control.collect_garbage(clusters, dry_run)
+    for item in garbage:
+        echo(f"{'would delete' if dry_run else 'deleted'} {item.job}: {item.why}")
+    if not garbage:
         echo("nothing to delete")
     if tracking_uri:
-        from kftrain.stages import garbage as garbage_stage
+        from kftrain.stages.garbage import close_orphans
 
-        for orphan in garbage_stage.close_orphans(clusters, tracking_uri, dry_run):
+        for orphan in close_orphans(clusters, tracking_uri, dry_run):
             echo(f"{'would end' if dry_run else 'ended'} the MLflow run of {orphan.run_id}: {orphan.why}")
     if storage_root:
         _close_firings(clusters[0], storage_root, dry_run, host)
 
 
 def _close_firings(cluster: Cluster, storage_root: str, dry_run: bool, host: str) -> None:
-    from kftrain.schedule.state import History, names_below
+    from kftrain.schedule.state import History, list_schedules
     from kftrain.stages import firing
 
     for name, run_uri in firing.close_lost(cluster, storage_root, datetime.now(timezone.utc), dry_run, echo):
         echo(f"{'would count' if dry_run else 'counted'} as failed for {name}: {run_uri}")
-    names = names_below(storage_root) if host else []
-    paused = [name for name in names if History.of(storage_root, name).paused()]
+    names = list_schedules(storage_root) if host else []
+    paused = [name for name in names if History.of(storage_root, name).read_pause()]
     if paused:
-        from kftrain.kubeflow.recurring import disable_all
+        from kftrain.kubeflow.client import disable_all
 
         try:
             for line in disable_all(host, cluster.namespace, paused, dry_run):
@@ -177,7 +181,7 @@ def _close_firings(cluster: Cluster, storage_root: str, dry_run: bool, host: str
             _warn(f"what is paused may still be enabled in Kubeflow: {error.line}")
 
 
-def _jobs(config: Config | None, namespace: str) -> Jobs:
+def _find_jobs(config: Config | None, namespace: str) -> Jobs:
     from kftrain import launch
 
     return launch.find_jobs(config, namespace, _warn)
@@ -187,11 +191,74 @@ def _warn(line: str) -> None:
     echo(f"warning: {line}", err=True)
 
 
-def _say(done: str, names: list[str]) -> None:
+def _echo_names(done: str, names: list[str]) -> None:
     for name in names:
         echo(f"{done} {name}")
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     minutes = int(seconds // 60)
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{int(seconds % 60):02d}s"
+
+
+MAX_REASON_CHARACTERS = 100
+HEADINGS = ("run", "started", "state", "step", "metric", "version")
+
+
+@click.command("runs")
+@click.argument("storage_root", default="")
+@config_options
+@click.option(
+    "--mlflow", "from_mlflow", is_flag=True, help="Ask MLflow at tracking.uri, for runs of every storage root."
+)
+@click.option("--schedule", metavar="NAME", default="", help="Those of this schedule only.")
+@json_option
+def runs_command(
+    storage_root: str,
+    config_file: tuple[str, ...],
+    overrides: tuple[str, ...],
+    from_mlflow: bool,
+    schedule: str,
+    as_json: bool,
+) -> None:
+    """List the runs below STORAGE_ROOT by their start: state, step, the gate's metric, and which is champion.
+
+    Without it, below run.storage_root of --config, by default the current folder. They are read from the files of the
+    runs. With --mlflow they are those of every experiment at tracking.uri (--config, or --set tracking.uri=URI): state
+    and champion are as MLflow shows them, the step is the last one recorded.
+    """
+    if from_mlflow and storage_root:
+        raise click.UsageError("MLflow lists the runs of every storage root: leave STORAGE_ROOT out, or --mlflow")
+    config = resolve.anchor_paths(configuration.load(config_file, overrides), ".")
+    root = storage.absolute(storage_root) if storage_root else config.run.storage_root
+    known = runs.list_runs_of_mlflow(config.tracking.uri) if from_mlflow else runs.list_runs(root)
+    listed = sorted((run for run in known if schedule in ("", run.schedule)), key=lambda run: (run.started, run.run_id))
+    if as_json:
+        echo(_to_json(listed))
+    elif listed:
+        echo("\n".join(write_table(listed)))
+    else:
+        echo(f"no runs in {redact(config.tracking.uri) if from_mlflow else storage.join(root, 'runs')}")
+
+
+def write_table(overviews: list[RunOverview]) -> list[str]:
+    """Write a line for each run below a line of headings, with the reason of a failure or of a step after it."""
+    rows = [HEADINGS, *(_list_cells(run) for run in overviews)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    texts = [wording.clean(run.reason or run.chosen) for run in overviews]
+    reasons = ["", *(wording.cut_text(text, MAX_REASON_CHARACTERS) for text in texts)]
+    return [part for line, reason in zip(lines, reasons, strict=True) for part in (line, f"  {reason}") if part.strip()]
+
+
+def _list_cells(run: RunOverview) -> tuple[str, ...]:
+    metric = f"{run.metric} {wording.format_number(run.value)}" if run.metric else ""
+    version = "" if run.version is None else f"{run.model_name} {run.version}"
+    return (
+        run.run_id,
+        run.started,
+        run.state,
+        f"{run.step}/{run.num_steps}" if run.num_steps else "",
+        metric,
+        f"{version}, champion" if run.is_champion else version,
+    )

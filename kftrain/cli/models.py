@@ -13,8 +13,8 @@ import click
 
 from kftrain import config as configuration
 from kftrain import registry, report
-from kftrain.cli import summary
 from kftrain.cli.options import config_options, json_option, require_text
+from kftrain.cli.summary import describe_interval
 from kftrain.client.console import echo
 from kftrain.config import Config
 from kftrain.core import storage
@@ -26,7 +26,7 @@ from kftrain.run.paths import RunPaths
 from kftrain.stages import preflight, resolve
 
 MAX_VERSION = 2**31 - 1
-"""What MLflow's databases hold."""
+"""Largest version that MLflow's databases hold."""
 
 
 @click.group("models")
@@ -38,7 +38,7 @@ def models_command() -> None:
 
 
 def model_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """`--run`, `--config` and `--set`; the command gets the configuration that they name."""
+    """Add `--run`, `--config` and `--set`; the command gets the configuration that they name."""
 
     @functools.wraps(command)
     def configured(
@@ -71,12 +71,12 @@ def compare(config: Config, versions: tuple[str, ...], html: Path | None, markdo
     from kftrain.stages.comparison import PAGE_VERSIONS, compare_versions
 
     pages = [path for path in (html, markdown) if path is not None]
-    found = compare_versions(config, versions, PAGE_VERSIONS if pages else 0)
+    comparison = compare_versions(config, versions, PAGE_VERSIONS if pages else 0)
     if html is not None:
-        _write(html, report.render_page(report.compose_comparison_page(found, report.describe_environment())))
+        _write_page(html, report.render_page(report.compose_comparison_page(comparison, report.describe_environment())))
     if markdown is not None:
-        _write(markdown, report.render_markdown(report.describe_comparison(found)))
-    echo(json.dumps(to_plain(found), indent=2) if as_json else _table(found, pages))
+        _write_page(markdown, report.render_markdown(report.describe_comparison(comparison)))
+    echo(json.dumps(to_plain(comparison), indent=2) if as_json else _write_lines(comparison, pages))
 
 
 @models_command.command()
@@ -97,8 +97,8 @@ def promote(config: Config, version: int, reason: str) -> None:
 @model_options
 def decline(config: Config, version: int, reason: str) -> None:
     """Say that a version is no champion, whatever the gate says, until somebody promotes it."""
-    said = registry.decline(config, version, reason)
-    echo(f"version {said.version} is declined: {said.reason}")
+    entry = registry.decline(config, version, reason)
+    echo(f"version {entry.version} is declined: {entry.reason}")
 
 
 @models_command.command()
@@ -119,7 +119,8 @@ def audit(config: Config, contents: bool, as_json: bool) -> int:
     if as_json:
         echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        lines = [f"{f'version {each.version}' if each.version else 'model'}: {each.problem}" for each in findings]
+        names = [f"version {finding.version}" if finding.version else "model" for finding in findings]
+        lines = [f"{name}: {finding.problem}" for name, finding in zip(names, findings, strict=True)]
         echo("\n".join(lines) or "every version resolves, and journal and alias agree")
     return TrackingError.exit_code if findings else 0
 
@@ -149,8 +150,8 @@ def deploy(config: Config, version: str, render: bool, image: str) -> None:
         )
 
 
-def _write(path: Path, text: str) -> None:
-    """Raises ConfigError where nothing can be written there."""
+def _write_page(path: Path, text: str) -> None:
+    """Write a page. Raises ConfigError where nothing can be written there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -158,14 +159,14 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"cannot be written: {error.strerror}", where=str(path), fix="name another file") from error
 
 
-def _table(found: VersionComparison, pages: list[Path]) -> str:
+def _write_lines(comparison: VersionComparison, pages: list[Path]) -> str:
     lines = []
-    for each in found.versions:
-        metrics = each.evaluation.metrics if each.evaluation else {}
-        values = ", ".join(f"{name} {summary.shown(value)}" for name, value in metrics.items()) or "no evaluation"
-        gain = found.improvement(each.differences.get(found.metric))
-        better = f"; improvement over {found.base.name} {summary.shown(gain, signed=True)}" if gain else ""
-        problem = f"; {each.problem}" if each.problem else ""
-        lines.append(f"{describe_version(each)}: {values}{better}{problem}")
-    lines += [write_headline(found), *(f"page: {path}" for path in pages)]
+    for version in comparison.versions:
+        metrics = version.evaluation.metrics if version.evaluation else {}
+        values = ", ".join(f"{name} {describe_interval(value)}" for name, value in metrics.items()) or "no evaluation"
+        gain = comparison.improvement(version.differences.get(comparison.metric))
+        better = f"; improvement over {comparison.base.name} {describe_interval(gain, signed=True)}" if gain else ""
+        problem = f"; {version.problem}" if version.problem else ""
+        lines.append(f"{describe_version(version)}: {values}{better}{problem}")
+    lines += [write_headline(comparison), *(f"page: {path}" for path in pages)]
     return "\n".join(lines)

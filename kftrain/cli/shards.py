@@ -1,4 +1,4 @@
-"""`kftrain shards`: what a dataset's shards hold, and whether they still do."""
+"""`kftrain shards | tokenizer`: what a dataset's shards hold, and a tokenizer by itself, which trainings may share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import click
 
+from kftrain import config as configuration
 from kftrain.cli.options import config_options, json_option
 from kftrain.client.console import echo
 
@@ -47,19 +48,19 @@ def verify(uri: str, quick: bool, as_json: bool) -> None:
     from kftrain.data.shards.verify import verify_keys, verify_shards
     from kftrain.tasks.run_dataset import find_manifest
 
-    found = find_manifest(uri)
-    manifest = read_manifest(found)
-    verify_shards(found, manifest, "size" if quick else "sha256")
+    manifest_uri = find_manifest(uri)
+    manifest = read_manifest(manifest_uri)
+    verify_shards(manifest_uri, manifest, "size" if quick else "sha256")
     if not quick:
-        verify_keys(found, manifest)
+        verify_keys(manifest_uri, manifest)
     splits = manifest.splits
     result = {
-        "manifest_uri": found,
+        "manifest_uri": manifest_uri,
         "checked": "size" if quick else "sha256",
         "shards": sum(len(split.shards) for split in splits.values()),
         "bytes": sum(split.num_bytes for split in splits.values()),
     }
-    echo(json.dumps(result) if as_json else f"{result['shards']} shards are as the manifest says: {found}")
+    echo(json.dumps(result) if as_json else f"{result['shards']} shards are as the manifest says: {manifest_uri}")
 
 
 @shards_command.command()
@@ -71,14 +72,36 @@ def adopt(uri: str, config_file: tuple[str, ...], overrides: tuple[str, ...], as
 
     URI: a .tar, a folder of them, or a pattern as shard-{000..012}.tar. Index and manifest go to the storage root.
     """
-    from kftrain import config as configuration
     from kftrain.data.shards import manifest
     from kftrain.sharding.adopted.adopting import adopt as adopt_shards
     from kftrain.stages import resolve
 
     chosen = [*overrides, f"data.source={json.dumps(uri)}", "data.shards=adopt"]
-    found = adopt_shards(
-        resolve.anchor_paths(configuration.load(config_file, chosen), "."), None, lambda line: echo(line, err=True)
-    )
-    described = {"manifest_uri": found.manifest_uri, **manifest.describe(found.manifest)}
-    echo(json.dumps(described, indent=2) if as_json else found.manifest_uri)
+    config = resolve.anchor_paths(configuration.load(config_file, chosen), ".")
+    shards = adopt_shards(config, None, lambda line: echo(line, err=True))
+    described = {"manifest_uri": shards.manifest_uri, **manifest.describe(shards.manifest)}
+    echo(json.dumps(described, indent=2) if as_json else shards.manifest_uri)
+
+
+@click.group("tokenizer")
+def tokenizer_command() -> None:
+    """Train a tokenizer."""
+
+
+@tokenizer_command.command()
+@config_options
+@click.option("--out", metavar="URI", required=True, help="The tokenizer.json to write.")
+@click.option("--vocab-size", type=int, help="Number of ids; without it, task.tokenizer.train.vocab_size.")
+@json_option
+def train(
+    config_file: tuple[str, ...], overrides: tuple[str, ...], out: str, vocab_size: int | None, as_json: bool
+) -> None:
+    """Train a byte-level BPE on the training split of data.source, as the shard step does.
+
+    Name the file in task.tokenizer.
+    """
+    from kftrain.stages.tokenizer import train_tokenizer
+
+    trained = train_tokenizer(configuration.load(config_file, overrides), out, vocab_size)
+    text = f"{trained['uri']}: {trained['num_ids']:,} ids, {trained['bytes_per_token']:.2f} bytes of text per token"
+    echo(json.dumps(trained) if as_json else text)

@@ -18,7 +18,7 @@ LABEL_WIDTH = 12
 
 
 def success_lines(run_uri: str) -> list[str]:
-    """What was trained, how good it is, and where it is now."""
+    """Write what was trained, how good it is, and where it is now."""
     paths = RunPaths(run_uri)
     skipped = read_skipped(paths)
     if skipped is not None:
@@ -26,37 +26,37 @@ def success_lines(run_uri: str) -> list[str]:
     run = CompletedRun.read(run_uri)
     _, manifest = read_dataset(paths)
     data = f"{manifest.source}: {describe_counts(manifest)} (dataset {wording.shorten_digest(manifest.dataset_digest)})"
-    baselines = run.evaluation.baselines
-    metrics = [_metric(name, value, baselines.get(name, {})) for name, value in run.evaluation.metrics.items()]
+    baselines, chosen = run.evaluation.baselines, run.completion.chosen(run.config.train.steps)
+    metrics = [_describe_metric(name, value, baselines.get(name, {})) for name, value in run.evaluation.metrics.items()]
     return [
         f"run {paths.run_id} is complete",
-        *_rows("data", [data]),
-        *_rows("model", [_model(run.completion), *_chosen(run)]),
-        *_rows("metrics", metrics),
-        *_rows("registered", _registered(run.registration)),
-        *_rows("report", [paths.report]),
-        *_rows("MLflow", [mlflow_command(run.config)]),
-        *_rows("load it", [load_command(run.config, run.registration)]),
+        *_label_lines("data", [data]),
+        *_label_lines("model", [_describe_model(run.completion), *([chosen] if chosen else [])]),
+        *_label_lines("metrics", metrics),
+        *_label_lines("registered", _describe_registration(run.registration)),
+        *_label_lines("report", [paths.report]),
+        *_label_lines("MLflow", [mlflow_command(run.config)]),
+        *_label_lines("load it", [load_command(run.config, run.registration)]),
     ]
 
 
 def failure_lines(error: ErrorDocument, situation: Situation) -> list[str]:
-    """What to do after a failure; the error itself, with its own fix, is the program's last line."""
-    found = advice.advise(error, situation, with_fix=False)
+    """Write what to do after a failure; the error itself, with its own fix, is the program's last line."""
+    chosen = advice.advise(error, situation, with_fix=False)
     lines = [f"{error.stage or 'the pipeline'} failed"]
     for label, value in (("run", situation.run_uri), ("log", situation.log)):
-        lines += _rows(label, [value] if value else [])
-    return lines + _rows("next", [text for text in (found.text, found.command) if text])
+        lines += _label_lines(label, [value] if value else [])
+    return lines + _label_lines("next", [text for text in (chosen.text, chosen.command) if text])
 
 
 def mlflow_command(config: Config) -> str:
-    """How to look at the run in MLflow: a command for a database, the address of a server."""
+    """Write how to look at the run in MLflow: a command for a database, the address of a server."""
     uri = config.tracking.uri
     return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
 
 
 def load_command(config: Config, registration: Registration) -> str:
-    """A shell command that loads the registered model."""
+    """Write a shell command that loads the registered model."""
     model = f"models:/{registration.model_name}/{registration.version}"
     code = (
         f"import mlflow; mlflow.set_tracking_uri('{config.tracking.uri}'); model = mlflow.pyfunc.load_model('{model}')"
@@ -64,16 +64,11 @@ def load_command(config: Config, registration: Registration) -> str:
     return f'python -ic "{code}"'
 
 
-def _rows(label: str, values: list[str]) -> list[str]:
+def _label_lines(label: str, values: list[str]) -> list[str]:
     return [f"  {label if i == 0 else '':{LABEL_WIDTH}}{value}" for i, value in enumerate(values)]
 
 
-def _chosen(run: CompletedRun) -> list[str]:
-    chosen = run.completion.chosen(run.config.train.steps)
-    return [chosen] if chosen else []
-
-
-def _model(completion: Completion) -> str:
+def _describe_model(completion: Completion) -> str:
     parts = [
         f"{wording.format_count(completion.num_parameters)} parameters",
         wording.format_plural(completion.step, "step"),
@@ -86,25 +81,25 @@ def _model(completion: Completion) -> str:
     return ", ".join(parts)
 
 
-def _metric(name: str, found: Interval, baselines: dict[str, float]) -> str:
+def _describe_metric(name: str, interval: Interval, baselines: dict[str, float]) -> str:
     beside = ", ".join(f"{baseline} {wording.format_number(value)}" for baseline, value in baselines.items())
-    return f"{name} {shown(found)}" + (f"; baselines: {beside}" if beside else "")
+    return f"{name} {describe_interval(interval)}" + (f"; baselines: {beside}" if beside else "")
 
 
-def shown(found: Interval, signed: bool = False) -> str:
-    """`2.314 (2.290 to 2.338)`."""
-    value, edges = wording.format_interval(found.value, found.low, found.high, signed)
+def describe_interval(interval: Interval, signed: bool = False) -> str:
+    """Write an interval with as many digits as it has: `2.314 (2.290 to 2.338)`."""
+    value, edges = wording.format_interval(interval.value, interval.low, interval.high, signed)
     return f"{value} ({edges})"
 
 
-def _registered(registration: Registration) -> list[str]:
+def _describe_registration(registration: Registration) -> list[str]:
     role = "champion" if registration.promoted else "not champion"
     lines = [f"{registration.model_name} version {registration.version}, {role}: {registration.reason}"]
     if registration.champion is not None:
         before = f"version {registration.champion_version} was champion"
-        lines.append(f"{before}: {registration.metric} {shown(registration.champion)}")
+        lines.append(f"{before}: {registration.metric} {describe_interval(registration.champion)}")
     if registration.improvement is not None:
-        lines.append(f"improvement {shown(registration.improvement, signed=True)}")
+        lines.append(f"improvement {describe_interval(registration.improvement, signed=True)}")
     if registration.awaits_person:
         lines.append(f"a person decides: kftrain models promote {registration.version} --reason …")
     return lines

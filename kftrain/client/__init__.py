@@ -1,1 +1,1 @@
-"""What people start, for the command line and for `kftrain.api` alike: run here, submit, compile, read a run."""
+"""Actions that people start, from the command line or from Python: run here, submit, compile, read a run."""

@@ -96,7 +96,7 @@ def show_output(display: Display, raw: str) -> None:
 
 
 def show_step(display: Display, line: str) -> bool:
-    """Show a worker's `step N/M …` line; return False for any other line, which is not display."""
+    """Show a worker's `step N/M …` line; return False for any other line, which is not shown."""
     match = STEP.match(line.strip())
     if match is None:
         return False

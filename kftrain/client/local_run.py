@@ -42,7 +42,7 @@ class EndedRun:
     stop_code: int
     """128 and the signal that stopped us; 0: none did."""
     situation: Situation
-    """Where and how it was started, for the advice after a failure."""
+    """Place and command of its start, for the advice after a failure."""
 
 
 def load_run(config_file: Sequence[str], overrides: Sequence[str], folder: Path, resume: str) -> tuple[Config, str]:

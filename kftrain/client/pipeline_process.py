@@ -47,7 +47,7 @@ STOP_SECONDS = 330.0
 
 
 class PipelineProcess:
-    """One run of the pipeline through the local runner."""
+    """The process that runs the pipeline through kfp's local runner; signals to this process go on to it."""
 
     def __init__(
         self, spec: str | Path, arguments: Path, root: Path, workdir: Path, environment: Mapping[str, str]

@@ -12,8 +12,8 @@ from kftrain.client.console import echo
 from kftrain.config import Config
 from kftrain.errors import InterruptedByUser, LaunchError, UnavailableError
 from kftrain.kubeflow import parameters
-from kftrain.kubeflow.client import Pipelines, ui_url
-from kftrain.kubeflow.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
+from kftrain.kubeflow.client import Pipelines, build_ui_url
+from kftrain.kubeflow.submission import SUCCEEDED, RunState, Submission, describe_changes, describe_outcome, read_steps
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
 
@@ -25,7 +25,7 @@ OUTAGE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """A run on Kubeflow."""
+    """A run that was started on Kubeflow, and how to wait for its end."""
 
     id: str
     """Kubeflow's id of the run, a UUID."""
@@ -42,18 +42,18 @@ class SubmittedRun:
         Raises LaunchError where it failed, or has not ended after `timeout_seconds`, and InterruptedByUser, which
         leaves the run alone.
         """
-        steps = steps_of(self.submission.text)
+        steps = read_steps(self.submission.text)
         try:
             run = follow(lambda: self.pipelines.read_run(self.id, steps), self.url, timeout_seconds or float("inf"))
         except KeyboardInterrupt as error:
-            end = f"to end it, press Terminate there or POST {self.pipelines.terminate_url(self.id)}"
+            end = f"to end it, press Terminate there or POST {self.pipelines.build_terminate_url(self.id)}"
             raise InterruptedByUser(
                 "not waiting any more; the run goes on", where=self.url, fix=f"watch it there; {end}"
             ) from error
         if run.state != SUCCEEDED:
             fix = "" if run.canceled else f"see error.json in {self.run_uri}"
-            raise LaunchError(outcome(run), where=self.url, fix=fix)
-        return outcome(run)
+            raise LaunchError(describe_outcome(run), where=self.url, fix=fix)
+        return describe_outcome(run)
 
 
 def build_submission(
@@ -71,7 +71,7 @@ def build_submission(
 
     Raises ConfigError where the configuration is too large, or for what is no quantity of Kubernetes.
     """
-    url = re.sub(r"(?<=://)[^/]*@", "", config.tracking.kubeflow_url or ui_url(host))  # without credentials
+    url = re.sub(r"(?<=://)[^/]*@", "", config.tracking.kubeflow_url or build_ui_url(host))  # without credentials
     sent = config.model_copy(update={"tracking": config.tracking.model_copy(update={"kubeflow_url": url})})
     with compile_with(steps_image, launcher_cpu, launcher_memory):
         from kftrain.pipelines.compile import PIPELINE_NAME, compiled, version_name
@@ -103,7 +103,7 @@ def submit(pipelines: Pipelines, submission: Submission, config: Config, resume_
     echo(f"run {submission.run_name} started in experiment {submission.experiment}", err=True)
     folder = resolve.make_run_id(resume_run, run_id, config.run.name)
     run_uri = RunPaths.of(config.run.storage_root, folder).uri
-    return SubmittedRun(run_id, pipelines.run_url(run_id), run_uri, pipelines, submission)
+    return SubmittedRun(run_id, pipelines.build_run_url(run_id), run_uri, pipelines, submission)
 
 
 def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> RunState:
@@ -125,7 +125,7 @@ def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> Ru
                 raise LaunchError(line, where=url, fix="look for it there") from error
         else:
             silent_since = None
-            for line in changes(before, now):
+            for line in describe_changes(before, now):
                 echo(line, err=True)
             if now.ended:
                 return now

@@ -1,7 +1,8 @@
-"""Requests to Kubeflow Pipelines through kfp's own client. Only this module and `recurring` talk to its API server.
+"""Requests to Kubeflow Pipelines through kfp's own client. Only this module talks to its API server.
 
 Of the client we take how it connects (tokens, cookies, Google's proxies, namespaces) and the API that it carries;
-its convenience methods have no timeouts, print to stdout, and wait for ever on a run that was canceled.
+its convenience methods have no timeouts, print to stdout, and wait for ever on a run that was canceled. A recurring run
+names its pipeline by id without a version, which they refuse: then each run has the newest version.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from kftrain.errors import ConfigError, LaunchError, UnavailableError
-from kftrain.kubeflow.submission import RunState, Submission, run_state
+from kftrain.kubeflow.submission import ENDED, RunState, Submission, compute_run_state
+from kftrain.schedule.plan import Content, Recurring
 
 READ_TIMEOUT_SECONDS = (10, 30)
 WRITE_TIMEOUT_SECONDS = (10, 120)
@@ -27,6 +29,10 @@ WRITE_TIMEOUT_SECONDS = (10, 120)
 
 NOT_FOUND, CONFLICT, TOO_MANY_REQUESTS, FIRST_SERVER_ERROR = 404, 409, 429, 500
 EQUALS = 1
+ENABLE, DISABLE = "ENABLE", "DISABLE"
+
+PAGE_SIZE = 100
+MAX_DESCRIPTION_LENGTH = 1000
 
 TOKEN_ENV = "KFP_EXISTING_TOKEN"
 """Variable from which kfp's own command line takes a bearer token."""
@@ -62,8 +68,9 @@ class Pipelines:
 
     def __init__(self, connection: Connection) -> None:
         _require_url(connection.host)
-        self._host = connection.host.rstrip("/")
-        with asked(self._host):
+        self.host = connection.host.rstrip("/")
+        """Address of the installation, without a slash at its end."""
+        with translate_errors(self.host):
             self._client = _connect(connection)
             self._models = self._client.api_models
             health = self._client.get_kfp_healthz()
@@ -105,45 +112,124 @@ class Pipelines:
             runtime_config=self._models.V2beta1RuntimeConfig(parameters=submission.parameters),
         )
         try:
-            with asked(self._host):
+            with translate_errors(self.host):
                 started = self._client.runs.run_service_create_run(run=run, _request_timeout=WRITE_TIMEOUT_SECONDS)
         except UnavailableError as error:
             fix = f"look for {submission.run_name} in the UI before you submit again"
             raise LaunchError(
-                f"the run may have been started or not: {error.what}", where=self._host, fix=fix
+                f"the run may have been started or not: {error.what}", where=self.host, fix=fix
             ) from error
         return str(started.run_id)
 
     def read_run(self, run_id: str, steps: frozenset[str]) -> RunState:
         """Read a run as it is now. Raises UnavailableError where another try may succeed."""
-        with asked(self._host, "the run was deleted"):
+        with translate_errors(self.host, "the run was deleted"):
             run = self._client.runs.run_service_get_run(run_id=run_id, _request_timeout=READ_TIMEOUT_SECONDS)
         details = run.run_details.task_details if run.run_details else None
         history = [entry.state for entry in run.state_history or []]
         rows = [(row.display_name or "", row.state) for row in details or []]
-        return run_state(run.state or "PENDING", history, rows, steps)
+        return compute_run_state(run.state or "PENDING", history, rows, steps)
 
-    def run_url(self, run_id: str) -> str:
+    def build_run_url(self, run_id: str) -> str:
         """Return the address at which the UI shows a run."""
-        return f"{ui_url(self._host)}/#/runs/details/{run_id}"
+        return f"{build_ui_url(self.host)}/#/runs/details/{run_id}"
 
-    def terminate_url(self, run_id: str) -> str:
+    def build_terminate_url(self, run_id: str) -> str:
         """Return the address to which a POST ends a run."""
-        return f"{self._host}/apis/v2beta1/runs/{run_id}:terminate"
+        return f"{self.host}/apis/v2beta1/runs/{run_id}:terminate"
 
-    def _choose_namespace(self, asked: str, multi_user: bool) -> str | None:
-        """Choose the namespace to name in requests; None where there is only one, because there it is refused."""
-        if not multi_user and asked:
-            raise ConfigError(
-                "this installation is not multi-user", where="--namespace", value=asked, fix="leave it out"
+    def list_recurring(self, name: str = "") -> list[Recurring]:
+        """List the recurring runs of a name; without one, all of them."""
+        service, filters = self._client.recurring_runs, {"filter": _filter_by_name(name)} if name else {}
+
+        def page(token: str) -> tuple[list[Any], str | None]:
+            answer = service.recurring_run_service_list_recurring_runs(
+                page_token=token,
+                page_size=PAGE_SIZE,
+                **filters,
+                **self._scope(),
+                _request_timeout=READ_TIMEOUT_SECONDS,
             )
-        if multi_user and not (asked or self._client.get_user_namespace()):
+            return answer.recurring_runs or [], answer.next_page_token or None
+
+        return [_convert_recurring(listed) for listed in self._iterate_pages(page)]
+
+    def create(self, content: Content) -> None:
+        """Create a recurring run, disabled: whoever calls looks at it before it may start anything."""
+        models = self._models
+        reference = models.V2beta1PipelineVersionReference(pipeline_id=content.pipeline_id)
+        document = models.V2beta1RecurringRun(
+            display_name=content.name,
+            description=content.description[:MAX_DESCRIPTION_LENGTH],
+            experiment_id=content.experiment_id,
+            namespace=self._namespace,
+            pipeline_version_reference=reference,
+            runtime_config=models.V2beta1RuntimeConfig(parameters=content.parameters),
+            service_account=content.service_account or None,
+            max_concurrency=str(content.max_runs),
+            no_catchup=content.no_catchup,
+            trigger=models.V2beta1Trigger(cron_schedule=models.V2beta1CronSchedule(cron=content.cron)),
+            mode=DISABLE,
+        )
+        with translate_errors(self.host):
+            self._client.recurring_runs.recurring_run_service_create_recurring_run(
+                recurring_run=document, _request_timeout=WRITE_TIMEOUT_SECONDS
+            )
+
+    def enable(self, recurring_id: str) -> None:
+        """Let a recurring run start runs from now on."""
+        self._call_for_one(self._client.recurring_runs.recurring_run_service_enable_recurring_run, recurring_id)
+
+    def disable(self, recurring_id: str) -> None:
+        """Let a recurring run start no more runs; those that it has started go on."""
+        self._call_for_one(self._client.recurring_runs.recurring_run_service_disable_recurring_run, recurring_id)
+
+    def delete(self, recurring_id: str) -> None:
+        """Delete a recurring run; Kubernetes kills its runs that have not ended."""
+        self._call_for_one(self._client.recurring_runs.recurring_run_service_delete_recurring_run, recurring_id)
+
+    def list_live_runs(self, recurring_id: str) -> list[str]:
+        """List the names of its runs that have not ended."""
+        predicate = {"operation": EQUALS, "key": "recurring_run_id", "stringValue": recurring_id}
+        filters = {"filter": json.dumps({"predicates": [predicate]}), **self._scope()}
+
+        def page(token: str) -> tuple[list[Any], str | None]:
+            answer = self._client.runs.run_service_list_runs(
+                page_token=token, page_size=PAGE_SIZE, **filters, _request_timeout=READ_TIMEOUT_SECONDS
+            )
+            return answer.runs or [], answer.next_page_token or None
+
+        return [str(run.display_name) for run in self._iterate_pages(page) if run.state not in ENDED]
+
+    def find_ids(self, pipeline: str, experiment: str) -> tuple[str, str]:
+        """Find the ids of a pipeline and of an experiment; empty where there is none of this name. Creates nothing."""
+        with translate_errors(self.host):
+            owner, group = self._find_pipeline(pipeline), self._find_experiment(experiment)
+        return str(owner.pipeline_id) if owner else "", str(group.experiment_id) if group else ""
+
+    def read_latest_version(self, pipeline_id: str) -> str:
+        """Read the name of the version that a run without one would have; empty where the pipeline has none."""
+        with translate_errors(self.host):
+            answer = self._client.pipelines.pipeline_service_list_pipeline_versions(
+                pipeline_id, sort_by="created_at desc", page_size=1, _request_timeout=READ_TIMEOUT_SECONDS
+            )
+        newest = next(iter(answer.pipeline_versions or []), None)
+        return str(newest.display_name) if newest is not None else ""
+
+    def _choose_namespace(self, given: str, multi_user: bool) -> str | None:
+        """Choose the namespace to name in requests; None where there is only one, because there it is refused."""
+        if not multi_user and given:
+            raise ConfigError(
+                "this installation is not multi-user", where="--namespace", value=given, fix="leave it out"
+            )
+        namespace = (given or self._client.get_user_namespace()) if multi_user else None
+        if multi_user and not namespace:
             raise ConfigError("this installation is multi-user", where="--namespace", fix="name yours")
-        return (asked or str(self._client.get_user_namespace())) if multi_user else None
+        return namespace and str(namespace)
 
     def _find_or_create(self, find: Callable[[], Any], create: Callable[..., Any]) -> tuple[Any, bool]:
         """Find a thing or create it; return it, and whether it was created. Whoever creates it first is as good."""
-        with asked(self._host):
+        with translate_errors(self.host):
             existing = find()
             if existing is not None:
                 return existing, False
@@ -168,42 +254,55 @@ class Pipelines:
 
     def _find_version(self, pipeline_id: str, name: str) -> Any:
         answer = self._client.pipelines.pipeline_service_list_pipeline_versions(
-            pipeline_id, filter=named(name), _request_timeout=READ_TIMEOUT_SECONDS
+            pipeline_id, filter=_filter_by_name(name), _request_timeout=READ_TIMEOUT_SECONDS
         )
         return next(iter(answer.pipeline_versions or []), None)
 
     def _find_experiment(self, name: str) -> Any:
         answer = self._client.experiments.experiment_service_list_experiments(
-            filter=named(name), **self._scope(), _request_timeout=READ_TIMEOUT_SECONDS
+            filter=_filter_by_name(name), **self._scope(), _request_timeout=READ_TIMEOUT_SECONDS
         )
         return next(iter(answer.experiments or []), None)
 
     def _scope(self) -> dict[str, str]:
         return {"namespace": self._namespace} if self._namespace else {}
 
+    def _iterate_pages(self, page: Callable[[str], tuple[list[Any], str | None]]) -> Iterator[Any]:
+        """Yield the items of all pages; `page` returns those of one, and the next page's token or None."""
+        token: str | None = ""
+        while token is not None:
+            with translate_errors(self.host):
+                items, token = page(token)
+            yield from items
 
-def in_cluster_host() -> str:
+    def _call_for_one(self, method: Callable[..., Any], recurring_id: str) -> None:
+        """Call a method of one recurring run; one that is gone is left alone: the next listing shows it."""
+        with translate_errors(self.host):
+            try:
+                method(recurring_id, _request_timeout=WRITE_TIMEOUT_SECONDS)
+            except _import_api_exception() as error:
+                if error.status != NOT_FOUND:
+                    raise
+
+
+def find_in_cluster_host() -> str:
     """Return the API server of the cluster in which this process is a pod. Raises ConfigError where it is none."""
     if "KUBERNETES_SERVICE_HOST" not in os.environ:
         raise ConfigError("which Kubeflow Pipelines?", where="host", fix=f"name its URL, or set {ENDPOINT_ENV}")
     return IN_CLUSTER_HOST
 
 
-def ui_url(host: str) -> str:
+def build_ui_url(host: str) -> str:
     """Return the address at which people open the UI of the installation at `host`."""
     return os.environ.get(UI_ENDPOINT_ENV, host).rstrip("/")
 
 
 def _require_url(host: str) -> None:
-    try:
+    with contextlib.suppress(ValueError):
         parts = urlsplit(host)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(
-            "not the URL of Kubeflow Pipelines", where="--host", value=host, fix="e.g. https://host/pipeline"
-        )
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return
+    raise ConfigError("not the URL of Kubeflow Pipelines", where="--host", value=host, fix="e.g. https://host/pipeline")
 
 
 def _connect(connection: Connection) -> Any:
@@ -259,7 +358,7 @@ def _is_multi_user(answer: bytes, host: str) -> bool:
 
 
 @contextlib.contextmanager
-def asked(host: str, deleted: str = "") -> Iterator[None]:
+def translate_errors(host: str, deleted: str = "") -> Iterator[None]:
     """Run a block of requests; an error of the API server or the network becomes a LaunchError.
 
     `deleted`: message for a 404, where that means that the thing is gone. What another try may mend is an
@@ -311,6 +410,40 @@ def _parse_message(body: str | bytes | None) -> str:
     return str(document.get("message") or document.get("error_message") or document.get("error") or "")[:300]
 
 
-def named(name: str) -> str:
+def _filter_by_name(name: str) -> str:
     """Build the filter for things of this name, as the API takes it."""
     return json.dumps({"predicates": [{"operation": EQUALS, "key": "display_name", "stringValue": name}]})
+
+
+def _convert_recurring(listed: Any) -> Recurring:
+    """Convert a recurring run from the API's form into ours; fields that the API leaves out become empty."""
+    reference, cron = listed.pipeline_version_reference, listed.trigger.cron_schedule if listed.trigger else None
+    content = Content(
+        name=listed.display_name or "",
+        cron=(cron.cron if cron else "") or "",
+        pipeline_id=(reference.pipeline_id if reference else "") or "",
+        experiment_id=listed.experiment_id or "",
+        parameters=dict((listed.runtime_config.parameters if listed.runtime_config else None) or {}),
+        service_account=listed.service_account or "",
+        version_id=(reference.pipeline_version_id if reference else "") or "",
+        no_catchup=bool(listed.no_catchup),
+        max_runs=int(listed.max_concurrency or 1),
+    )
+    return Recurring(listed.recurring_run_id, content, listed.mode == ENABLE, str(listed.created_at or ""))
+
+
+def disable_all(host: str, namespace: str, names: Iterable[str], dry_run: bool) -> list[str]:
+    """Disable what is enabled of these schedules, as this pod's account; return a line for each. Raises LaunchError.
+
+    `namespace` counts on a multi-user installation. With `dry_run` nothing is disabled.
+    """
+    try:
+        pipelines = Pipelines(Connection(host, "", TOKEN_ENV, None))
+    except ConfigError:  # a multi-user installation wants to know whose
+        pipelines = Pipelines(Connection(host, namespace, TOKEN_ENV, None))
+    enabled = [run for name in names for run in pipelines.list_recurring(name) if run.enabled]
+    for run in () if dry_run else enabled:
+        pipelines.disable(run.id)
+    return [
+        f"{'would disable' if dry_run else 'disabled'} {run.content.name} in Kubeflow: it is paused" for run in enabled
+    ]

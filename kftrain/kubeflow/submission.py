@@ -60,7 +60,7 @@ class RunState:
         return ", ".join(sorted(name for name, current in self.steps.items() if current == state))
 
 
-def steps_of(text: str) -> frozenset[str]:
+def read_steps(text: str) -> frozenset[str]:
     """Read the names of a compiled pipeline's steps: those of its tasks that have a container."""
     spec = next(iter(yaml.safe_load_all(text)))
     with_container = {name for name, component in spec["components"].items() if "executorLabel" in component}
@@ -69,7 +69,7 @@ def steps_of(text: str) -> frozenset[str]:
     return frozenset(name for name, task in tasks if task["componentRef"]["name"] in with_container)
 
 
-def run_state(
+def compute_run_state(
     state: str, history: Iterable[str], rows: Iterable[tuple[str, str | None]], steps: frozenset[str]
 ) -> RunState:
     """Compute the state of a run from its own state, the states it has had, and its rows of (name, state)."""
@@ -82,14 +82,14 @@ def run_state(
     return RunState(state, canceled=state == CANCELED or CANCELING in history, steps=states)
 
 
-def changes(before: RunState, now: RunState) -> list[str]:
+def describe_changes(before: RunState, now: RunState) -> list[str]:
     """Write a line for each step whose state is another than before, the ended steps first."""
     changed = [(name, state) for name, state in now.steps.items() if before.steps.get(name) != state]
     changed.sort(key=lambda item: (item[1] not in ENDED, item))
     return [f"{name}: {state.lower()}" for name, state in changed]
 
 
-def outcome(run: RunState) -> str:
+def describe_outcome(run: RunState) -> str:
     """Describe how a run has ended. One that was terminated too late has succeeded all the same."""
     if run.state == SUCCEEDED:
         return "the run succeeded"

@@ -5,6 +5,7 @@ The URL comes from the secret `kftrain-alert` and is shown nowhere. An alert tha
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -26,8 +27,7 @@ def send(line: str, link: str, over_http: bool, progress: Progress) -> bool:
     url = os.environ.get(URL_ENV, "").strip()
     if not url:
         return False
-    why = _explain_unusable(url, over_http)
-    why = why or _post(url, json.dumps({"text": f"{line} {link}".strip()}).encode())
+    why = _explain_unusable(url, over_http) or _post(url, json.dumps({"text": f"{line} {link}".strip()}).encode())
     if why:
         progress(f"warning: no alert was sent: {why}")
     return not why
@@ -35,13 +35,10 @@ def send(line: str, link: str, over_http: bool, progress: Progress) -> bool:
 
 def _explain_unusable(url: str, over_http: bool) -> str:
     """Explain why the URL cannot be used; empty where it can. Never name it: whoever has it can write there."""
-    try:
+    with contextlib.suppress(ValueError):
         parts = urlsplit(url)
-        allowed = ("https", "http") if over_http else ("https",)
-        if parts.scheme in allowed and parts.hostname:
+        if parts.scheme in (("https", "http") if over_http else ("https",)) and parts.hostname:
             return ""
-    except ValueError:
-        pass
     return f"{URL_ENV} is no https URL; http needs schedule.alert_over_http"
 
 

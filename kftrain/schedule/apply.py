@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from kftrain.core.progress import Progress
 from kftrain.errors import LaunchError, UnavailableError
-from kftrain.schedule.plan import Action, Content, Create, Delete, Disable, Enable, Recurring, Wanted, plan
+from kftrain.schedule.plan import Action, Content, Recurring, Wanted, plan
 from kftrain.schedule.turn import Turn
 
 Answer = TypeVar("Answer")
@@ -35,27 +35,21 @@ class RecurringRuns(Protocol):
 
     def list_recurring(self, name: str) -> list[Recurring]:
         """List all recurring runs of a name, which need not be unique."""
-        ...
 
     def create(self, content: Content) -> None:
-        """Create a recurring run, disabled."""
-        ...
+        """Create a recurring run that is disabled: nothing is started before somebody has looked at it."""
 
     def enable(self, recurring_id: str) -> None:
         """Let it start runs from now on. Does nothing where it is gone."""
-        ...
 
     def disable(self, recurring_id: str) -> None:
         """Let it start no more runs. Does nothing where it is gone."""
-        ...
 
     def delete(self, recurring_id: str) -> None:
         """Delete it, which kills its runs that have not ended. Does nothing where it is gone."""
-        ...
 
-    def live_runs(self, recurring_id: str) -> list[str]:
+    def list_live_runs(self, recurring_id: str) -> list[str]:
         """List the names of its runs that have not ended."""
-        ...
 
 
 @dataclass
@@ -79,23 +73,23 @@ class Executor:
         Returns the ids of recurring runs that are left, disabled, because runs of theirs live: they are waited for as
         long as `wait_seconds`. Raises LaunchError where Kubeflow refuses, or does not answer again and again.
         """
-        with self.turn.held():
+        with self.turn.hold():
             return self._converge(wanted, self.clock() + wait_seconds)
 
     def _converge(self, wanted: Callable[[], Wanted | None], until: float) -> list[str]:
         num_actions = 0
         while num_actions <= MAX_ACTIONS:
-            listed, now = self._listed(), wanted()
+            listed, now = self._list_recurring(), wanted()
             actions = plan(now, listed)
             self._note_disabled(listed)
             # One action, then everything is looked at anew: its answer may be lost, and others act meanwhile. Deleting
             # comes last, when the wanted one is enabled, because it has to wait for the runs of the old one.
-            urgent = next((action for action in actions if not isinstance(action, Delete)), None)
+            urgent = next((action for action in actions if action.verb != "delete"), None)
             if urgent is not None:
                 self._do_action(urgent, now)
                 num_actions += 1
                 continue
-            ends = {action.id: self._delete_if_idle(action) for action in actions if isinstance(action, Delete)}
+            ends = {action.id: self._delete_if_idle(action) for action in actions if action.verb == "delete"}
             num_actions += len(ends)
             if all(is_live for is_live in ends.values()):
                 if not ends or not self._wait_for_turn(until):
@@ -110,20 +104,20 @@ class Executor:
 
         Raises LaunchError.
         """
-        with self.turn.held():
-            while listed := self._listed():
+        with self.turn.hold():
+            while listed := self._list_recurring():
                 newest = max(listed, key=lambda recurring: (recurring.enabled, recurring.created))
-                if newest.enabled or self._do_action(Enable(newest.id), None):
+                if newest.enabled or self._do_action(Action("enable", newest.id), None):
                     return True
         return False
 
     def disable(self) -> None:
         """Disable what is there without a turn: a pause waits for nobody. Raises LaunchError."""
-        while enabled := [recurring for recurring in self._listed() if recurring.enabled]:
-            if all([self._do_action(Disable(recurring.id), None) for recurring in enabled]):
+        while enabled := [recurring for recurring in self._list_recurring() if recurring.enabled]:
+            if all([self._do_action(Action("disable", recurring.id), None) for recurring in enabled]):
                 return
 
-    def _listed(self) -> list[Recurring]:
+    def _list_recurring(self) -> list[Recurring]:
         """List what Kubeflow has of this name; ask until it answers."""
         listed = None
         while listed is None:
@@ -135,14 +129,14 @@ class Executor:
         known = self._disabled_since
         self._disabled_since = {one.id: known.get(one.id, self.clock()) for one in listed if not one.enabled}
 
-    def _delete_if_idle(self, action: Delete) -> bool:
+    def _delete_if_idle(self, action: Action) -> bool:
         """Delete a recurring run that is disabled for long enough; True where it stays, because a run of it lives."""
         # The controller may start a last run after the recurring one is disabled. So wait first and look then: a run
         # that starts after the look would be killed with its recurring run.
         wait_seconds = self._disabled_since[action.id] + SETTLE_SECONDS - self.clock()
         if wait_seconds > 0:
             self.sleep(wait_seconds)
-        live = self._call_api(lambda: self.api.live_runs(action.id))
+        live = self._call_api(lambda: self.api.list_live_runs(action.id))
         if live:
             self.progress(f"{action.id} is disabled and stays until its runs have ended: {', '.join(live)}")
         elif live is not None:
@@ -164,19 +158,13 @@ class Executor:
         return self._call_api(lambda: self._carry_out(action, wanted)) is not None
 
     def _carry_out(self, action: Action, wanted: Wanted | None) -> bool:
-        if isinstance(action, Create):
+        if action.verb == "create":
             assert wanted is not None
             self.api.create(replace(wanted.content, description=f"{wanted.content.description}; {action.why}"))
             self.progress(f"created, disabled: {wanted.content.cron} (UTC)")
-        elif isinstance(action, Enable):
-            self.api.enable(action.id)
-            self.progress(f"enabled {action.id}")
-        elif isinstance(action, Disable):
-            self.api.disable(action.id)
-            self.progress(f"disabled {action.id}")
         else:
-            self.api.delete(action.id)
-            self.progress(f"deleted {action.id}")
+            getattr(self.api, action.verb)(action.id)
+            self.progress(f"{action.verb}d {action.id}")
         return True
 
     def _call_api(self, call: Callable[[], Answer]) -> Answer | None:

@@ -142,7 +142,7 @@ def _parse_number(text: str, bounds: Bounds) -> int:
     return int(text)
 
 
-def zone(name: str, where: str = "time_zone") -> zoneinfo.ZoneInfo:
+def load_zone(name: str, where: str = "time_zone") -> zoneinfo.ZoneInfo:
     """Load a time zone by its name, like `Europe/Berlin`. Raises ConfigError."""
     try:
         return zoneinfo.ZoneInfo(name)
@@ -151,7 +151,7 @@ def zone(name: str, where: str = "time_zone") -> zoneinfo.ZoneInfo:
         raise ConfigError("no such time zone is known here", where=where, value=name, fix=fix) from error
 
 
-def instant_before(cron: Cron, where: zoneinfo.ZoneInfo, moment: datetime) -> datetime:
+def find_instant_before(cron: Cron, where: zoneinfo.ZoneInfo, moment: datetime) -> datetime:
     """Find the last instant at or before a moment, in UTC. Raises ConfigError where none was within nine years."""
     moment = moment.astimezone(UTC).replace(microsecond=0)
     oldest = moment - timedelta(days=366 * MAX_YEARS)
@@ -177,7 +177,7 @@ def instant_before(cron: Cron, where: zoneinfo.ZoneInfo, moment: datetime) -> da
     return latest
 
 
-def days_before(cron: Cron, where: zoneinfo.ZoneInfo, instant: datetime, days: int) -> datetime:
+def find_days_before(cron: Cron, where: zoneinfo.ZoneInfo, instant: datetime, days: int) -> datetime:
     """Return the same time of the clock so many days before an instant, in UTC.
 
     For an instant whose time the clock left out, that is the time which the expression names.
@@ -190,13 +190,13 @@ def days_before(cron: Cron, where: zoneinfo.ZoneInfo, instant: datetime, days: i
     return (wall - timedelta(days=days)).replace(tzinfo=where).astimezone(UTC)
 
 
-def instants(cron: Cron, where: zoneinfo.ZoneInfo, start: datetime, end: datetime) -> list[datetime]:
+def list_instants(cron: Cron, where: zoneinfo.ZoneInfo, start: datetime, end: datetime) -> list[datetime]:
     """List all instants from `start` to before `end`, in UTC, the oldest first."""
     matches: list[datetime] = []
-    instant = instant_before(cron, where, end - SECOND)
+    instant = find_instant_before(cron, where, end - SECOND)
     while instant >= start:
         matches.append(instant)
-        instant = instant_before(cron, where, instant - SECOND)
+        instant = find_instant_before(cron, where, instant - SECOND)
     return matches[::-1]
 
 
@@ -253,7 +253,7 @@ def _find_at_most(values: Sequence[int], limit: int) -> int | None:
     return max((value for value in values if value <= limit), default=None)
 
 
-def in_utc(cron: Cron, where: zoneinfo.ZoneInfo, now: datetime) -> Cron:
+def convert_to_utc(cron: Cron, where: zoneinfo.ZoneInfo, now: datetime) -> Cron:
     """Build an expression for a scheduler that counts in UTC: it matches every instant of the next three years.
 
     The expression may match more: where a zone changes its offset, the hours of both offsets. A match that is no

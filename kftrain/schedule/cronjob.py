@@ -26,10 +26,10 @@ MAX_NAME_LENGTH = 52
 """Characters in the name of a CronJob: its Jobs append eleven to it."""
 
 
-def objects(schedule: Schedule, image: str, now: datetime, namespace: str = "") -> list[dict[str, Any]]:
+def build_objects(schedule: Schedule, image: str, now: datetime, namespace: str = "") -> list[dict[str, Any]]:
     """Build the ConfigMap with the configuration, and the CronJob. Raises ConfigError for what a CronJob cannot do."""
     file, name = schedule.file, f"kftrain-{schedule.name}"
-    every = cron.in_utc(cron.parse(file.cron), cron.zone(file.time_zone), now)
+    every = cron.convert_to_utc(cron.parse(file.cron), cron.load_zone(file.time_zone), now)
     if every.seconds != (0,):
         raise ConfigError("a CronJob starts at the full minute", where="cron", value=file.cron, fix="begin it with 0")
     if len(name) > MAX_NAME_LENGTH:
@@ -60,8 +60,8 @@ def objects(schedule: Schedule, image: str, now: datetime, namespace: str = "") 
 
 
 def render(schedule: Schedule, image: str, now: datetime, namespace: str = "") -> str:
-    """Write the objects as YAML for `kubectl apply -f -`. Raises ConfigError, as `objects` does."""
-    return yaml.safe_dump_all(objects(schedule, image, now, namespace), sort_keys=False, width=120)
+    """Write the objects as YAML for `kubectl apply -f -`. Raises ConfigError, as `build_objects` does."""
+    return yaml.safe_dump_all(build_objects(schedule, image, now, namespace), sort_keys=False, width=120)
 
 
 def _build_job(schedule: Schedule, image: str, name: str, digest: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kftrain.errors import ConfigError
 from kftrain.settings import layers
@@ -73,35 +73,15 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Create:
-    """Create the wanted recurring run, disabled."""
+class Action:
+    """A request to Kubeflow about one recurring run; the method of that name does it."""
 
+    verb: Literal["create", "enable", "disable", "delete"]
+    """`create`: the wanted one, disabled; `delete`: as soon as no run of it lives."""
+    id: str = ""
+    """Id of the recurring run; empty for the one that the plan creates."""
     why: str = field(default="", compare=False)
-    """The changes that it brings, in words."""
-
-
-@dataclass(frozen=True)
-class Disable:
-    """Let a recurring run start no more runs."""
-
-    id: str
-
-
-@dataclass(frozen=True)
-class Enable:
-    """Let a recurring run start runs; an empty id is the one that the plan creates."""
-
-    id: str
-
-
-@dataclass(frozen=True)
-class Delete:
-    """Delete a recurring run, as soon as no run of it lives."""
-
-    id: str
-
-
-Action = Create | Disable | Enable | Delete
+    """The changes that a created one brings, in words."""
 
 
 def plan(wanted: Wanted | None, listed: Iterable[Recurring]) -> list[Action]:
@@ -111,16 +91,15 @@ def plan(wanted: Wanted | None, listed: Iterable[Recurring]) -> list[Action]:
     others = [one for one in ordered if one is not kept]
     actions: list[Action] = []
     if wanted is not None and kept is None:
-        actions.append(Create("; ".join(map(str, changes_to(wanted, ordered)))))
+        actions.append(Action("create", why="; ".join(map(str, list_changes(wanted, ordered)))))
     # The others are disabled before the wanted one is enabled: two that are enabled would start two runs an instant.
-    actions += [Disable(one.id) for one in others if one.enabled]
+    actions += [Action("disable", one.id) for one in others if one.enabled]
     if wanted is not None and wanted.enabled != (kept is not None and kept.enabled):
-        identity = kept.id if kept else ""
-        actions.append(Enable(identity) if wanted.enabled else Disable(identity))
-    return actions + [Delete(one.id) for one in others]
+        actions.append(Action("enable" if wanted.enabled else "disable", kept.id if kept else ""))
+    return actions + [Action("delete", one.id) for one in others]
 
 
-def changes_to(wanted: Wanted, listed: Sequence[Recurring]) -> list[Change]:
+def list_changes(wanted: Wanted, listed: Sequence[Recurring]) -> list[Change]:
     """Compare the enabled recurring run, else the newest, with the wanted one; empty where nothing differs."""
     if not listed:
         return [Change("schedule", None, wanted.content.name)]

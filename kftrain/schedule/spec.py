@@ -22,17 +22,17 @@ class ScheduleFile(Policy):
     """A schedule as people write it."""
 
     name: Annotated[str, Field(pattern=NAME)]
-    """What it is called: of all recurring runs of this name one is enabled."""
+    """Name of the schedule: of all recurring runs of this name one is enabled."""
     cron: Annotated[str, Field(min_length=1)]
-    """When it is due: second minute hour day month weekday."""
+    """Times at which the schedule is due: second minute hour day month weekday."""
     configs: tuple[str, ...] = ()
     """Configuration files, as paths from this file; a later one wins, key by key."""
     knobs: dict[str, Any] = Field(default_factory=dict)
     """Keys that win over the files, e.g. `train.steps: 200`."""
     experiment: str = ""
-    """Of Kubeflow; empty: named as that of MLflow."""
+    """Experiment of Kubeflow; empty: named as that of MLflow."""
     service_account: str = ""
-    """Of the runs' pods; empty: Kubeflow's own."""
+    """Service account of the runs' pods; empty: Kubeflow's own."""
     steps_image: str = ""
     """Image of the steps; empty: the one of this version."""
 
@@ -68,7 +68,7 @@ def parse(text: str, where: str, folder: Path) -> Schedule:
     """Parse a schedule whose configuration files are paths from `folder`. Raises ConfigError."""
     file = _validate(plain.load(text, where), where)
     cron.parse(file.cron, f"{where}: cron")
-    cron.zone(file.time_zone, f"{where}: time_zone")
+    cron.load_zone(file.time_zone, f"{where}: time_zone")
     overrides = [f"{key}={json.dumps(value)}" for key, value in file.knobs.items()]
     config = configuration.load([str(folder / name) for name in file.configs], overrides)
     if config.schedule.name:

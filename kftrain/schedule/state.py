@@ -92,12 +92,12 @@ class History:
         """Name of the schedule, the last part of the URI."""
         return self.uri.rsplit("/", 1)[-1]
 
-    def keys(self, folder: str = "firings") -> list[str]:
+    def list_keys(self, folder: str = "firings") -> list[str]:
         """List the keys of all firings, or of those that have a document in another folder; the newest first."""
         names = storage.list_names(storage.join(self.uri, folder))
         return sorted((name.removesuffix(".json") for name in names), reverse=True)
 
-    def firing(self, key: str) -> Firing:
+    def read_firing(self, key: str) -> Firing:
         """Read a firing. Raises DataError where it is missing or damaged."""
         return documents.read(Firing, self._build_uri("firings", key))
 
@@ -106,14 +106,14 @@ class History:
         try:
             storage.create_json(self._build_uri("firings", key), firing.to_dict())
         except FileExistsError:
-            return self.firing(key)
+            return self.read_firing(key)
         return firing
 
-    def ended(self, key: str) -> FiringEnd | None:
+    def read_end(self, key: str) -> FiringEnd | None:
         """Read how a firing has ended; None where nobody has said so yet."""
         return documents.read_if_exists(FiringEnd, self._build_uri("outcomes", key))
 
-    def end(self, key: str, ended: FiringEnd) -> bool:
+    def write_end(self, key: str, ended: FiringEnd) -> bool:
         """Write how a firing has ended; False where somebody has said so before."""
         try:
             storage.create_json(self._build_uri("outcomes", key), ended.to_dict())
@@ -121,56 +121,56 @@ class History:
             return False
         return True
 
-    def unended(self, progress: Progress = to_log) -> dict[str, Firing]:
+    def read_unended(self, progress: Progress = to_log) -> dict[str, Firing]:
         """Read the firings of which nobody has said how they ended, by key, the newest first; warn of damaged ones."""
-        firings, ended = {}, set(self.keys("outcomes"))
-        for key in self.keys():
+        firings, ended = {}, set(self.list_keys("outcomes"))
+        for key in self.list_keys():
             try:
                 if key not in ended:
-                    firings[key] = self.firing(key)
+                    firings[key] = self.read_firing(key)
             except DataError as error:  # a damaged one stops no schedule for ever
                 progress(f"warning: {error.line}")
         return firings
 
-    def key_of(self, job_id: str) -> str:
+    def find_key(self, job_id: str) -> str:
         """Find the key of a pipeline run's firing that has not ended; empty where it has none."""
-        return next((key for key, firing in self.unended().items() if firing.job_id == job_id), "")
+        return next((key for key, firing in self.read_unended().items() if firing.job_id == job_id), "")
 
-    def outcomes(self) -> Iterator[FiringEnd]:
+    def iterate_ends(self) -> Iterator[FiringEnd]:
         """Yield the ends of all firings, the newest first, without runs of earlier windows that people wanted."""
-        for key in self.keys():
-            end = None if BACKFILL in key else self.ended(key)
+        for key in self.list_keys():
+            end = None if BACKFILL in key else self.read_end(key)
             if end is not None:
                 yield end
 
-    def last_trained(self) -> FiringEnd | None:
+    def read_last_trained(self) -> FiringEnd | None:
         """Read the end of the last firing that has trained; None where none has."""
-        return next((self.ended(key) for key, result in self._iterate_results() if result == "trained"), None)
+        return next((self.read_end(key) for key, result in self._iterate_results() if result == "trained"), None)
 
-    def failures_in_a_row(self) -> int:
+    def count_failures_in_a_row(self) -> int:
         """Count failures since the last training, or since the schedule was told to go on; skipped runs are neither."""
-        event = self.last_event()
+        event = self.read_last_event()
         since = event.time if event is not None else 0.0
-        ends = [self.ended(key) for key, result in self._iterate_results() if result == "failed"]
+        ends = [self.read_end(key) for key, result in self._iterate_results() if result == "failed"]
         return sum(end is not None and end.time > since for end in ends)
 
-    def last_event(self) -> ScheduleEvent | None:
+    def read_last_event(self) -> ScheduleEvent | None:
         """Read the last pause or resumption; None where there was none."""
         return self._events.read_last()
 
-    def paused(self) -> ScheduleEvent | None:
+    def read_pause(self) -> ScheduleEvent | None:
         """Return the pause that holds now; None where the schedule is not paused."""
-        event = self.last_event()
+        event = self.read_last_event()
         return event if event is not None and event.kind == "paused" else None
 
-    def add(self, kind: Literal["paused", "resumed"], line: str, now: float | None = None) -> bool:
+    def add_event(self, kind: Literal["paused", "resumed"], line: str, now: float | None = None) -> bool:
         """Pause the schedule, or let it go on; False where it is so already."""
-        event = self.last_event()
+        event = self.read_last_event()
         if (event.kind if event is not None else "resumed") == kind:
             return False
         new_event = ScheduleEvent(kind=kind, line=line, time=time.time() if now is None else now)
         # Where somebody was faster they may have written the same, or the opposite.
-        return self._events.append(self._events.last_number() + 1, new_event) or self.add(kind, line, now)
+        return self._events.append(self._events.last_number() + 1, new_event) or self.add_event(kind, line, now)
 
     def _iterate_results(self) -> Iterator[tuple[str, str]]:
         """Yield key and result of the ended firings, the newest first, back to the last that has trained."""
@@ -178,7 +178,7 @@ class History:
         # is missing, as its writer died or was of a release before, is written here from the outcome.
         folder = storage.join(self.uri, "results")
         known = dict(name.split(".") for name in storage.list_names(folder))
-        for key in self.keys("outcomes"):
+        for key in self.list_keys("outcomes"):
             with contextlib.suppress(DataError):
                 if BACKFILL not in key and key not in known:
                     known[key] = documents.read(FiringEnd, self._build_uri("outcomes", key)).result
@@ -196,12 +196,12 @@ class History:
         return storage.join(self.uri, folder, f"{key}.json")
 
 
-def names_below(storage_root: str) -> list[str]:
+def list_schedules(storage_root: str) -> list[str]:
     """List the names of the schedules that a storage root knows."""
     return storage.list_names(storage.join(storage_root, FOLDER))
 
 
-def key_of(instant: datetime, created: datetime, trigger: str, job_id: str) -> str:
+def build_key(instant: datetime, created: datetime, trigger: str, job_id: str) -> str:
     """Build the key of a firing: one for an instant by the schedule itself, any number at any time by people."""
     at = (instant if trigger == "cron" else created).astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     return at if trigger == "cron" else f"{at}-{trigger}-{re.sub(r'[^a-z0-9]', '', job_id.lower())[:12]}"

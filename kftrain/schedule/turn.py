@@ -67,7 +67,7 @@ class Turn:
         return cls(storage.join(storage_root, FOLDER, name, "turns"), progress)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Hold the turn for a block, so that nobody else changes the schedule. Raises LaunchError as `take` does."""
         self.take()
         try:

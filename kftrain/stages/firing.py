@@ -26,7 +26,7 @@ from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
-from kftrain.schedule.state import BACKFILL, Firing, FiringEnd, History, Result, key_of, names_below
+from kftrain.schedule.state import BACKFILL, Firing, FiringEnd, History, Result, build_key, list_schedules
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.windows import pass_window, with_scheduled_window
 
@@ -86,11 +86,11 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
         return Begun(config)
     history, moment = History.of(config.run.storage_root, schedule.name), _parse_moment(created)
     original, instant, trigger = config, schedule.due(moment), "manual" if is_resumed else schedule.trigger
-    key = key_of(instant, moment, trigger, job_id)
+    key = build_key(instant, moment, trigger, job_id)
     config = config.model_copy(
         update={"schedule": schedule.model_copy(update={"instant": format_instant(instant), "trigger": trigger})}
     )
-    line = _explain_pause(history, instant) if trigger == "cron" and key not in history.keys("firings") else ""
+    line = _explain_pause(history, instant) if trigger == "cron" and key not in history.list_keys("firings") else ""
     if line:
         return _make_skipped(config, "", "paused", line, progress)
     # Claim first, then look for other runs: of two at the same moment at least one sees the claim of the other and
@@ -101,9 +101,9 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
         return _make_skipped(config, "", "done", line, progress)
     before = read_skipped(paths)
     # A pod that runs again after its firing was ended: the next run may be at work already, where this one would begin.
-    if before is not None and history.ended(key) is not None:
+    if before is not None and history.read_end(key) is not None:
         return _make_skipped(config, key, before.why, before.line, progress)
-    others = {other: firing for other, firing in history.unended(progress).items() if other != key}
+    others = {other: firing for other, firing in history.read_unended(progress).items() if other != key}
     beside = [firing for firing in others.values() if "backfill" not in (trigger, firing.trigger)]
     alive = next((firing for firing in beside if _is_at_work(firing, moment)), None)
     if alive is not None:
@@ -146,7 +146,7 @@ def skip_unchanged(
     storage.publish_json(_fired_uri(paths), fired.to_dict())
     if not schedule.skip_unchanged or config.data.window.watermark:  # nothing was trained on what follows one
         return None
-    last = History.of(paths.storage_root, schedule.name).last_trained()
+    last = History.of(paths.storage_root, schedule.name).read_last_trained()
     if last is None or last.identity != identity or last.run_uri == paths.uri:
         return None
     line = f"nothing has changed since {RunPaths(last.run_uri).run_id}: data, model and settings are the same"
@@ -187,7 +187,7 @@ def end_firing(config: Config, paths: RunPaths, job_id: str, error: ErrorDocumen
         fired = documents.read_if_exists(Fired, _fired_uri(paths))
         own = fired if fired is not None and fired.job_id == job_id else None
         history = History.of(config.run.storage_root, schedule.name)
-        key, identity = (own.key, own.identity) if own else (history.key_of(job_id), "")
+        key, identity = (own.key, own.identity) if own else (history.find_key(job_id), "")
         result, line = _classify_end(error, read_skipped(paths) if error is None else None)
         if key:
             ended = FiringEnd(
@@ -206,13 +206,14 @@ def record_end(config: Config, history: History, key: str, ended: FiringEnd, pro
     is_over = ended.result == "trained" or _is_registered(paths)
     if config.data.window.watermark and (is_over or (ended.result == "skipped" and _has_empty_window(config, paths))):
         pass_window(config, paths, progress)
-    if not history.end(key, ended) or ended.result != "failed" or BACKFILL in key:  # who has started that follows it
+    # Nobody is told of a failed run of an earlier window: who has started it follows it.
+    if not history.write_end(key, ended) or ended.result != "failed" or BACKFILL in key:
         return
-    count = history.failures_in_a_row()
+    count = history.count_failures_in_a_row()
     line = f"{name} has failed: {ended.line}"
     if schedule.pause_after_failures and count >= schedule.pause_after_failures:
         why = f"{count} failures in a row, the last: {ended.line}"
-        if history.add("paused", why):
+        if history.add_event("paused", why):
             line = f"{name} is paused after {why}; to go on: kftrain schedule resume"
             progress(line)
     alert.send(line, choose_link(config, ended), schedule.alert_over_http, progress)
@@ -238,9 +239,9 @@ def close_lost(
     They are left by runs that were deleted, or whose last pod was killed, which counts as a failure.
     """
     closed = []
-    for name in names_below(storage_root):
+    for name in list_schedules(storage_root):
         history = History.of(storage_root, name)
-        for key, firing in history.unended(progress).items():
+        for key, firing in history.read_unended(progress).items():
             if not _is_lost(cluster, firing, now):
                 continue
             closed.append((name, firing.run_uri))
@@ -303,7 +304,7 @@ def _explain_pause(history: History, instant: datetime) -> str:
 
     Kubeflow and CronJobs start the run that they have missed last as soon as they are resumed.
     """
-    event, due = history.last_event(), format_instant(instant)
+    event, due = history.read_last_event(), format_instant(instant)
     if event is not None and event.kind == "paused":
         return f"the schedule {history.name} is paused: {event.line}"
     if event is not None and instant.timestamp() < event.time:

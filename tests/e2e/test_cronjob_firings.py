@@ -37,10 +37,10 @@ def test_two_firings_are_two_runs_and_the_second_uses_the_shards_of_the_first(se
     kubectl(namespace, "apply", "-f", str(RIGHTS))
     kubectl(namespace, "apply", "-f", "-", text=rendered)
     history = History.of(knobs["run.storage_root"], SCHEDULE["name"])
-    wait_until(lambda: len(list(history.outcomes())) >= 2, 1200, "two firings that have ended")
+    wait_until(lambda: len(list(history.iterate_ends())) >= 2, 1200, "two firings that have ended")
     logs = [namespace.log(name) for name in namespace.pods() if name.startswith(f"kftrain-{SCHEDULE['name']}-")]
     kubectl(namespace, "delete", "cronjob", "--all")
-    second, first = list(history.outcomes())[:2]
+    second, first = list(history.iterate_ends())[:2]
     assert (first.result, second.result) == ("trained", "trained"), (first.line, second.line)
     paths = [RunPaths(end.run_uri) for end in (first, second)]
     assert paths[0].uri != paths[1].uri

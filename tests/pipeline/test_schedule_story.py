@@ -14,8 +14,7 @@ from helpers.fakes.webhook import Webhook
 from kftrain import config as configuration
 from kftrain.core import storage
 from kftrain.errors import DataError
-from kftrain.kubeflow.client import TOKEN_ENV, Connection
-from kftrain.kubeflow.recurring import RecurringPipelines
+from kftrain.kubeflow.client import TOKEN_ENV, Connection, Pipelines
 from kftrain.registry.journal import Journal, find_champion_version
 from kftrain.registry.promotion import rollback
 from kftrain.run import documents
@@ -82,14 +81,14 @@ class Story:
 
     @property
     def executor(self):
-        api = RecurringPipelines(Connection(self.server.url, "", TOKEN_ENV, None))
+        api = Pipelines(Connection(self.server.url, "", TOKEN_ENV, None))
         return Executor(api, "nightly", Turn.of(self.config.run.storage_root, "nightly", print), print)
 
     def apply(self, cron):
         """What `kftrain schedule apply` does once the pipeline is there; what is left of before."""
         parameters = {"config": self.config_at(cron).to_yaml()}
         content = Content("nightly", cron, "p-1", "e-1", parameters)
-        return self.executor.converge(lambda: Wanted(content, enabled=self.history.paused() is None))
+        return self.executor.converge(lambda: Wanted(content, enabled=self.history.read_pause() is None))
 
     def raw(self, number):
         """Folder of what came in on the day before a run."""
@@ -198,7 +197,7 @@ def test_days_of_a_schedule(story, webhook, encoded):
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"no picture")
     assert [story.day(number) for number in (5, 6, 7)] == [None] * 3
-    assert story.history.paused().line.startswith("3 failures in a row")
+    assert story.history.read_pause().line.startswith("3 failures in a row")
     assert len(webhook.texts) == 3 and webhook.texts[0].startswith("nightly has failed: ")
     assert webhook.texts[-1].startswith("nightly is paused after 3 failures in a row")
     assert webhook.texts[-1].endswith(story.paths(7).uri)
@@ -209,9 +208,9 @@ def test_days_of_a_schedule(story, webhook, encoded):
 
     broken.unlink()
     resumed = (FIRST + timedelta(days=7.5)).timestamp()
-    assert story.history.add("resumed", "by hand", resumed) and story.executor.enable()
+    assert story.history.add_event("resumed", "by hand", resumed) and story.executor.enable()
     change_while_a_run_lives(story)
-    results = [found.result for found in story.history.outcomes()][::-1]
+    results = [found.result for found in story.history.iterate_ends()][::-1]
     assert results == ["trained", "skipped", "trained", "trained", "failed", "failed", "failed", "trained", "skipped"]
 
 

@@ -45,7 +45,7 @@ MAY_IMPORT = {
         *("run", "process", "data", "sharding", "tasks", "checkpoint", "evaluate", "launch", "models"),
         *("registry", "report", "tracking", "schedule", "kubeflow", "statistics"),
     },
-    "client": {"run", "process", "stages", "kubeflow", "pipelines", "tracking.mlflow_run"},
+    "client": {"run", "process", "stages", "kubeflow", "pipelines", "schedule", "tracking.mlflow_run", "tracking.runs"},
     "cli": {
         *(
             "client",
@@ -62,7 +62,7 @@ MAY_IMPORT = {
             "registry",
             "report",
         ),
-        *("stages", "pipelines", "schedule", "components.images", "tracking.runs"),
+        *("stages", "pipelines", "schedule", "components.images"),
     },
     "components": {"stages"},
     "pipelines": {"components"},

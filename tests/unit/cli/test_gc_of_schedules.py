@@ -9,7 +9,7 @@ from helpers.fakes.kfp_server import Server
 
 from kftrain.cli import jobs
 from kftrain.errors import LaunchError
-from kftrain.kubeflow.recurring import disable_all
+from kftrain.kubeflow.client import disable_all
 from kftrain.schedule.state import History
 
 GC = Path(__file__).parents[3] / "manifests" / "base" / "gc.yaml"
@@ -52,7 +52,7 @@ def test_with_one_verb_less_it_fails(right):
 
 
 def test_a_cluster_without_kubeflow_pipelines_is_a_warning(tmp_path, capsys):
-    History.of(str(tmp_path), "nightly").add("paused", "by hand")
+    History.of(str(tmp_path), "nightly").add_event("paused", "by hand")
     jobs._close_firings(SimpleNamespace(namespace="team"), str(tmp_path), False, "http://127.0.0.1:1")
     assert "warning: what is paused may still be enabled in Kubeflow" in capsys.readouterr().err
 

@@ -114,7 +114,7 @@ def test_a_folder_with_something_in_it_stays_as_it_is(tmp_path):
     (tmp_path / "digits_quality").mkdir()
     (tmp_path / "digits_quality" / "notes").write_text("mine")
     with pytest.raises(ConfigError, match="not empty"):
-        init.written(tmp_path / "digits_quality", "digits_quality")
+        init.write_project(tmp_path / "digits_quality", "digits_quality")
     assert [path.name for path in (tmp_path / "digits_quality").iterdir()] == ["notes"]
 
 
@@ -124,5 +124,5 @@ def test_a_folder_with_something_in_it_stays_as_it_is(tmp_path):
 )
 def test_a_name_that_python_cannot_import_is_refused(name, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
-        init.package_name(tmp_path / name)
-    assert init.package_name(tmp_path / "My Digits-2") == "my_digits_2"
+        init.name_package(tmp_path / name)
+    assert init.name_package(tmp_path / "My Digits-2") == "my_digits_2"

@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner
 from helpers.documents import digits_config, finished_run, opened_run, publish_commit
 
-from kftrain.cli.jobs import status_command
-from kftrain.cli.runs import runs_command
+from kftrain.cli.jobs import runs_command, status_command
 from kftrain.core import storage
 from kftrain.errors import DataError, Preempted
 from kftrain.registry.journal import Journal, make_next_entry

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from kftrain import config, tracking
-from kftrain.cli.runs import runs_command
+from kftrain.cli.jobs import runs_command
 from kftrain.errors import TrackingError
 from kftrain.tracking import DatasetLineage
 

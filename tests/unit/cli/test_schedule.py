@@ -11,7 +11,7 @@ from helpers.fakes.kfp_server import RUN_ID, run
 from kftrain import cli
 from kftrain.core import storage
 from kftrain.core.records import NumberedRecords
-from kftrain.kubeflow.recurring import RecurringPipelines
+from kftrain.kubeflow.client import Pipelines
 from kftrain.pipelines.compile import version_name
 from kftrain.process import signals
 from kftrain.run.paths import RunPaths
@@ -131,7 +131,7 @@ def test_the_list_says_which_run_was_the_last_and_when(call, server):
     ended = FiringEnd(
         result="trained", line="version 3 is champion", job_id="j", run_uri=f"{ROOT}/runs/lm-7", time=1795314600.0
     )
-    HISTORY.end("20261122T020000Z", ended)
+    HISTORY.write_end("20261122T020000Z", ended)
     storage.publish_json(f"{HISTORY.uri}/firings/20261122T020000Z.json", {})
     assert "  trained: version 3 is champion (lm-7, 2026-11-22T02:30:00Z)\n" in call("list")[1]
 
@@ -140,14 +140,14 @@ def test_a_pause_holds_until_it_is_resumed(call, server):
     call("apply")
     assert call("pause", "--reason", "the disk is full")[:2] == (0, "nightly is paused\n")
     assert modes(server) == [("0 0 0,1 * * *", "DISABLE")]
-    assert HISTORY.paused().line == "the disk is full"
+    assert HISTORY.read_pause().line == "the disk is full"
     assert call("pause")[1] == "nightly was paused already\n"
     assert "and paused: the disk is full" in call("apply")[1]
     assert modes(server) == [("0 0 0,1 * * *", "DISABLE")]
     code, out, _ = call("list")
     assert code == 0 and "paused: the disk is full" in out
     assert call("resume")[:2] == (0, "nightly goes on\n")
-    assert modes(server) == [("0 0 0,1 * * *", "ENABLE")] and HISTORY.paused() is None
+    assert modes(server) == [("0 0 0,1 * * *", "ENABLE")] and HISTORY.read_pause() is None
     assert call("resume")[1] == "nightly was not paused\n"
 
 
@@ -206,7 +206,7 @@ def number(request):
 
 def test_whoever_is_told_to_stop_gives_back_the_turn(call, monkeypatch, number):
     call("apply")
-    monkeypatch.setattr(RecurringPipelines, "live_runs", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(Pipelines, "list_live_runs", lambda *_: os.kill(os.getpid(), number))
     with signals.handled(signals.STOP, lambda *_: pytest.fail("the process would be killed")):
         assert call("delete")[0] == 128 + number
     turns = f"{ROOT}/schedules/nightly/turns"

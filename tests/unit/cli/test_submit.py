@@ -364,7 +364,7 @@ def test_ctrl_c_while_waiting_leaves_the_run_alone(server, config_file, tmp_path
 
 
 def test_the_steps_of_the_pipeline_are_its_tasks_with_a_container():
-    assert submission.steps_of(compiled()) == STEPS
+    assert submission.read_steps(compiled()) == STEPS
 
 
 @pytest.mark.parametrize(
@@ -378,14 +378,14 @@ def test_the_steps_of_the_pipeline_are_its_tasks_with_a_container():
     ],
 )
 def test_the_state_of_a_step_is_taken_from_the_rows_of_its_name(rows, expected):
-    assert submission.run_state("RUNNING", [], rows, STEPS).steps == expected
+    assert submission.compute_run_state("RUNNING", [], rows, STEPS).steps == expected
 
 
 def test_what_has_ended_is_told_before_what_begins():
     before = RunState("RUNNING", steps={"train": "RUNNING"})
     now = RunState("RUNNING", steps={"train": "SUCCEEDED", "evaluate": "RUNNING"})
-    assert submission.changes(before, now) == ["train: succeeded", "evaluate: running"]
-    assert submission.changes(now, now) == []
+    assert submission.describe_changes(before, now) == ["train: succeeded", "evaluate: running"]
+    assert submission.describe_changes(now, now) == []
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_what_has_ended_is_told_before_what_begins():
     ],
 )
 def test_every_end_has_its_words(state, text):
-    assert state.ended and submission.outcome(state) == text
+    assert state.ended and submission.describe_outcome(state) == text
 
 
 def self_signed(folder):

@@ -52,4 +52,4 @@ def test_after_a_failure_that_opened_no_run_a_new_one_is_started():
 
 
 def test_an_interval_is_shown_with_as_many_digits_as_it_has():
-    assert summary.shown(interval(2.3141, 0.024)) == "2.314 (2.290 to 2.338)"
+    assert summary.describe_interval(interval(2.3141, 0.024)) == "2.314 (2.290 to 2.338)"

@@ -133,7 +133,7 @@ def test_a_pod_finds_its_own_kubeflow(monkeypatch):
     from kftrain.kubeflow import client
 
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    assert client.in_cluster_host() == "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
+    assert client.find_in_cluster_host() == "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
 
 
 class FakePipeline:

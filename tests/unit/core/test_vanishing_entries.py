@@ -93,17 +93,17 @@ def test_what_is_left_in_a_run_is_looked_for_while_it_goes(tmp_path, monkeypatch
 
 def test_a_turn_goes_on_where_a_document_that_was_listed_is_removed(tmp_path, monkeypatch):
     first, second = (Turn.of(str(tmp_path), "nightly", lambda line: None) for _ in range(2))
-    with first.held():
+    with first.hold():
         pass
 
     def others_go_on(uri):
         monkeypatch.undo()
-        with first.held():
+        with first.hold():
             pass
         return storage.read_bytes(uri)
 
     monkeypatch.setattr(storage, "read_bytes", others_go_on)
-    with second.held():
+    with second.hold():
         assert storage.list_names(second.uri) == ["3.json", "4.json", "5.json"]
 
 

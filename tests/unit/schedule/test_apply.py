@@ -11,11 +11,11 @@ from helpers.together import Together
 
 from kftrain.core import records
 from kftrain.errors import LaunchError, UnavailableError
-from kftrain.kubeflow import recurring as kubeflow
+from kftrain.kubeflow import client as kubeflow
 from kftrain.schedule import apply
 from kftrain.schedule import turn as turns
 from kftrain.schedule.apply import Executor
-from kftrain.schedule.plan import Content, Create, Delete, Disable, Enable, Recurring, Wanted, changes_to, plan
+from kftrain.schedule.plan import Action, Content, Recurring, Wanted, list_changes, plan
 from kftrain.schedule.turn import Turn
 
 NIGHTLY = Content("nightly", "0 0 2 * * *", "p-1", "e-1", {"config": "train: {steps: 100}\n", "resume_run": ""})
@@ -28,8 +28,8 @@ def there(identity, content=NIGHTLY, enabled=True, created=""):
 
 
 def test_nothing_is_there():
-    assert plan(Wanted(NIGHTLY, True), []) == [Create(), Enable("")]
-    assert plan(Wanted(NIGHTLY, False), []) == [Create()]
+    assert plan(Wanted(NIGHTLY, True), []) == [Action("create"), Action("enable")]
+    assert plan(Wanted(NIGHTLY, False), []) == [Action("create")]
 
 
 def test_what_is_as_wanted_stays():
@@ -40,36 +40,45 @@ def test_what_is_as_wanted_stays():
 
 
 def test_a_change_is_a_new_one_before_the_old_one_goes():
-    assert plan(Wanted(LATER, True), [there("a")]) == [Create(), Disable("a"), Enable(""), Delete("a")]
+    assert plan(Wanted(LATER, True), [there("a")]) == [
+        Action("create"),
+        Action("disable", "a"),
+        Action("enable"),
+        Action("delete", "a"),
+    ]
     both = [there("a"), there("b", LATER, enabled=False)]
-    assert plan(Wanted(LATER, True), both) == [Disable("a"), Enable("b"), Delete("a")]
+    assert plan(Wanted(LATER, True), both) == [Action("disable", "a"), Action("enable", "b"), Action("delete", "a")]
 
 
 def test_of_several_that_are_the_same_the_enabled_one_stays():
     found = [there("a", enabled=False), there("b"), there("c")]
-    assert plan(Wanted(NIGHTLY, True), found) == [Disable("c"), Delete("c"), Delete("a")]
+    assert plan(Wanted(NIGHTLY, True), found) == [Action("disable", "c"), Action("delete", "c"), Action("delete", "a")]
 
 
 def test_a_pause_and_an_end():
-    assert plan(Wanted(NIGHTLY, False), [there("a")]) == [Disable("a")]
-    assert plan(None, [there("a"), there("b", enabled=False)]) == [Disable("a"), Delete("a"), Delete("b")]
+    assert plan(Wanted(NIGHTLY, False), [there("a")]) == [Action("disable", "a")]
+    assert plan(None, [there("a"), there("b", enabled=False)]) == [
+        Action("disable", "a"),
+        Action("delete", "a"),
+        Action("delete", "b"),
+    ]
 
 
 def test_differences_name_the_field():
     longer = replace(LATER, parameters={"config": "train: {steps: 200}\n", "resume_run": ""})
-    found = [str(each) for each in changes_to(Wanted(longer, True), [there("a", enabled=False)])]
+    found = [str(each) for each in list_changes(Wanted(longer, True), [there("a", enabled=False)])]
     assert found == [
         "config.train.steps: 100 -> 200",
         "cron: 0 0 2 * * * -> 0 0 3 * * *",
         "enabled: False -> True",
     ]
-    assert changes_to(Wanted(NIGHTLY, True), [there("a")]) == []
+    assert list_changes(Wanted(NIGHTLY, True), [there("a")]) == []
     default = replace(NIGHTLY, parameters={"config": "", "resume_run": ""})
-    found = [str(each) for each in changes_to(Wanted(default, True), [there("a")])]
+    found = [str(each) for each in list_changes(Wanted(default, True), [there("a")])]
     assert found == ["config.train.steps: 100 -> (default)"]
-    assert [str(each) for each in changes_to(Wanted(NIGHTLY, True), [])] == ["schedule: (none) -> nightly"]
+    assert [str(each) for each in list_changes(Wanted(NIGHTLY, True), [])] == ["schedule: (none) -> nightly"]
     edited = replace(NIGHTLY, parameters={"config": "- [", "resume_run": ""}, version_id="v-1")
-    keys = [each.key for each in changes_to(Wanted(NIGHTLY, True), [there("a", edited), there("b", edited)])]
+    keys = [each.key for each in list_changes(Wanted(NIGHTLY, True), [there("a", edited), there("b", edited)])]
     assert keys == ["config", "config.train.steps", "version_id", "recurring runs of this name"]
 
 
@@ -172,7 +181,7 @@ class Scripted:
     def delete(self, identity):
         self.call(lambda: self.server._delete_recurring(None, identity))
 
-    def live_runs(self, identity):
+    def list_live_runs(self, identity):
         found = self.server._find_recurring(identity)
         fired = found["fired"] if found else []
         return self.call(lambda: [run["display_name"] for run in fired if run["state"] == "RUNNING"])
@@ -366,7 +375,7 @@ def test_a_run_that_another_process_makes_start_while_this_one_waits_lives():
     def others():
         if api.now > 60 and not later and run["state"] == "RUNNING":
             run["state"] = "SUCCEEDED"
-            with other.held():
+            with other.hold():
                 later.append(api.now + 20)
         if later and api.now > later[0] and len(api.server._find_recurring("r-1")["fired"]) == 1:
             api.server.fire("r-1")
@@ -528,7 +537,7 @@ def test_what_the_api_lists_is_read_as_it_is_written(monkeypatch, tmp_path):
     monkeypatch.setattr(kfp.Client, "_LOCAL_KFP_CONTEXT", f"{tmp_path}/context.json")
     monkeypatch.setattr(kubeflow, "PAGE_SIZE", 2)
     with Server() as server:
-        api = kubeflow.RecurringPipelines(Connection(server.url, "", TOKEN_ENV, None))
+        api = kubeflow.Pipelines(Connection(server.url, "", TOKEN_ENV, None))
         for content in (NIGHTLY, LATER, NIGHTLY, OTHER):
             api.create(content)
         assert [each.content.cron for each in api.list_recurring("nightly")] == [NIGHTLY.cron, LATER.cron, NIGHTLY.cron]
@@ -542,9 +551,9 @@ def test_what_the_api_lists_is_read_as_it_is_written(monkeypatch, tmp_path):
         assert body["mode"] == "DISABLE" and body["no_catchup"] and body["max_concurrency"] == "2"
         assert body["pipeline_version_reference"] == {"pipeline_id": "p-1"}
         run = server.fire("r-2")
-        assert api.live_runs("r-2") == ["nightly-1"] and api.live_runs("r-1") == []
+        assert api.list_live_runs("r-2") == ["nightly-1"] and api.list_live_runs("r-1") == []
         run["state"] = "SUCCEEDED"
-        assert api.live_runs("r-2") == []
+        assert api.list_live_runs("r-2") == []
         api.disable("r-2")
         api.delete("r-2")
         api.delete("r-2")

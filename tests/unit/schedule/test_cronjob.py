@@ -49,7 +49,7 @@ def test_the_configuration_in_it_is_the_schedules(tmp_path):
 
 
 def test_every_key_is_one_of_kubernetes(tmp_path):
-    config_map, found = cronjob.objects(schedule(tmp_path), "image", NOW, "team")
+    config_map, found = cronjob.build_objects(schedule(tmp_path), "image", NOW, "team")
     require_valid("V1ConfigMap", config_map)
     require_valid("V1CronJob", found)
     wrong = {**found, "spec": {**found["spec"], "timezone": "Etc/UTC"}}
@@ -58,7 +58,7 @@ def test_every_key_is_one_of_kubernetes(tmp_path):
 
 
 def test_the_manifests_have_the_account_and_its_secrets_are_optional(tmp_path):
-    pod = cronjob.objects(schedule(tmp_path), "image", NOW)[1]["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    pod = cronjob.build_objects(schedule(tmp_path), "image", NOW)[1]["spec"]["jobTemplate"]["spec"]["template"]["spec"]
     accounts = [
         document["metadata"]["name"]
         for document in yaml.safe_load_all((ROOT / "manifests" / "base" / "scheduled.yaml").read_text())

@@ -11,7 +11,7 @@ from kftrain.core import storage
 from kftrain.core.remote import RemotePath
 from kftrain.run.paths import RunPaths
 from kftrain.schedule.settings import format_instant
-from kftrain.schedule.state import Firing, FiringEnd, History, key_of
+from kftrain.schedule.state import Firing, FiringEnd, History, build_key
 from kftrain.stages import firing
 
 ROOT = "memory://history/root"
@@ -41,7 +41,7 @@ def begin(number, lines=None):
 
 
 def key(number):
-    return key_of(FIRST + number * HOUR, FIRST, "cron", "")
+    return build_key(FIRST + number * HOUR, FIRST, "cron", "")
 
 
 def ended(number, result, identity=""):
@@ -50,7 +50,7 @@ def ended(number, result, identity=""):
 
 
 def end(number, result, identity=""):
-    return HISTORY.end(key(number), ended(number, result, identity))
+    return HISTORY.write_end(key(number), ended(number, result, identity))
 
 
 def write_old(numbers, results):
@@ -84,24 +84,24 @@ def test_what_was_trained_last_is_known_however_many_were_skipped_since():
     end(0, "trained", "same")
     for number in range(1, 120):
         begin(number)
-        assert HISTORY.last_trained().identity == "same", number
+        assert HISTORY.read_last_trained().identity == "same", number
         end(number, "skipped")
     begin(120)
     end(120, "trained", "other")
-    assert HISTORY.last_trained().identity == "other"
+    assert HISTORY.read_last_trained().identity == "other"
 
 
 def test_failures_in_a_row_are_counted_over_any_number_of_skipped_runs():
     for number in range(150):
         begin(number)
         end(number, "failed" if number % 70 == 1 else "skipped")
-    assert HISTORY.failures_in_a_row() == 3
-    assert HISTORY.add("paused", "by hand")
-    assert HISTORY.add("resumed", "by hand", (FIRST + 100 * HOUR).timestamp())
-    assert HISTORY.failures_in_a_row() == 1
+    assert HISTORY.count_failures_in_a_row() == 3
+    assert HISTORY.add_event("paused", "by hand")
+    assert HISTORY.add_event("resumed", "by hand", (FIRST + 100 * HOUR).timestamp())
+    assert HISTORY.count_failures_in_a_row() == 1
     begin(150)
     end(150, "trained")
-    assert HISTORY.failures_in_a_row() == 0
+    assert HISTORY.count_failures_in_a_row() == 0
 
 
 def test_a_run_that_ends_after_many_others_is_found_by_its_job():
@@ -109,13 +109,13 @@ def test_a_run_that_ends_after_many_others_is_found_by_its_job():
     for number in range(1, 70):
         begin(number)
         end(number, "skipped")
-    assert HISTORY.key_of("j0") == key(0)
+    assert HISTORY.find_key("j0") == key(0)
 
 
 def test_a_folder_of_a_release_before_gets_its_index_once():
     write_old(range(200), {0: None, 3: "failed", 5: "trained", 60: "failed", 190: "failed"})
-    assert list(HISTORY.unended()) == [key(0)]
-    assert HISTORY.last_trained().job_id == "j5" and HISTORY.failures_in_a_row() == 2
+    assert list(HISTORY.read_unended()) == [key(0)]
+    assert HISTORY.read_last_trained().job_id == "j5" and HISTORY.count_failures_in_a_row() == 2
     beat(0, 200)
     assert begin(200).skipped.why == "overlap"
     assert len(storage.list_names(f"{HISTORY.uri}/results")) == 195, "what came since the last training"
@@ -125,14 +125,14 @@ def test_firings_of_a_release_before_are_seen_beside_an_index_whenever_they_come
     begin(0)
     end(0, "trained")
     write_old(range(1, 5), {1: "trained", 2: "failed", 4: None})
-    assert HISTORY.last_trained().job_id == "j1" and HISTORY.failures_in_a_row() == 1
-    assert list(HISTORY.unended()) == [key(4)]
+    assert HISTORY.read_last_trained().job_id == "j1" and HISTORY.count_failures_in_a_row() == 1
+    assert list(HISTORY.read_unended()) == [key(4)]
     write_old([7], {})
-    assert HISTORY.failures_in_a_row() == 1
+    assert HISTORY.count_failures_in_a_row() == 1
     write_old([6], {6: "failed"})
-    assert HISTORY.failures_in_a_row() == 2, "of an instant before those that are known"
+    assert HISTORY.count_failures_in_a_row() == 2, "of an instant before those that are known"
     write_old([4], {4: "trained"})
-    assert HISTORY.last_trained().job_id == "j4" and HISTORY.failures_in_a_row() == 1
+    assert HISTORY.read_last_trained().job_id == "j4" and HISTORY.count_failures_in_a_row() == 1
 
 
 @pytest.mark.parametrize("result", ["trained", "failed", "skipped"])
@@ -144,11 +144,11 @@ def test_an_end_that_the_index_lacks_is_put_into_it_by_whoever_comes_next(monkey
     with monkeypatch.context() as patched:
         patched.setattr(storage, "publish", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            HISTORY.failures_in_a_row()
+            HISTORY.count_failures_in_a_row()
     begin(2)
-    assert list(HISTORY.unended()) == [key(2)]
-    assert (HISTORY.last_trained() is None) == (result != "trained")
-    assert HISTORY.failures_in_a_row() == {"trained": 0, "failed": 2, "skipped": 1}[result]
+    assert list(HISTORY.read_unended()) == [key(2)]
+    assert (HISTORY.read_last_trained() is None) == (result != "trained")
+    assert HISTORY.count_failures_in_a_row() == {"trained": 0, "failed": 2, "skipped": 1}[result]
     assert not end(1, "canceled") and begin(2).skipped is None
 
 
@@ -160,11 +160,11 @@ def test_a_decision_costs_the_same_after_ten_firings_and_after_a_thousand(monkey
         write_old(range(count), {0: "trained"})
         begin(count)
         end(count, "skipped")
-        HISTORY.last_trained()
+        HISTORY.read_last_trained()
         asked.clear()
         assert begin(count + 1).skipped is None
-        assert HISTORY.last_trained().job_id == "j0"
+        assert HISTORY.read_last_trained().job_id == "j0"
         end(count + 1, "failed")
-        assert HISTORY.failures_in_a_row() == 1
+        assert HISTORY.count_failures_in_a_row() == 1
         costs.append(Counter(asked))
     assert costs[0] == costs[1] and 10 < costs[0].total() < 60, costs

@@ -105,7 +105,7 @@ def test_a_listing_of_long_ago_takes_no_turn(one, time, monkeypatch):
     def create_late(uri, document):
         monkeypatch.setattr(storage, "create_json", real)
         for _ in range(2):
-            with one().held():
+            with one().hold():
                 pass
         holder = one()
         holder.take()
@@ -123,6 +123,6 @@ def test_taking_says_whether_others_were_there(one, time):
     first.give_back()
     assert first.take()
     first.give_back()
-    with second.held():
+    with second.hold():
         pass
     assert not first.take()

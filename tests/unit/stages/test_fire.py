@@ -46,13 +46,13 @@ NEXT = "kftrain-nightly-29367480"
 
 
 def results(config):
-    return [found.result for found in history(config).outcomes()][::-1]
+    return [found.result for found in history(config).iterate_ends()][::-1]
 
 
 def test_the_instant_is_that_of_the_cronjob(config, stages):
     _, called = stages
     assert fire_stage.fire(config, JOB, print).summary["result"] == "the run succeeded"
-    assert history(config).keys() == ["20251101T020000Z"]
+    assert history(config).list_keys() == ["20251101T020000Z"]
     assert [name for name, _ in called] == ["train", "evaluate", "register"]
     assert len({uri for _, uri in called}) == 1
     assert fire_stage.fire(config, NEXT, print).summary["why"] == "unchanged"
@@ -60,8 +60,8 @@ def test_the_instant_is_that_of_the_cronjob(config, stages):
 
 
 def test_a_cronjob_that_is_resumed_runs_nothing_that_was_due_before(config, stages):
-    history(config).add("paused", "by hand", 29366000 * 60)
-    history(config).add("resumed", "by hand", 29366060 * 60)
+    history(config).add_event("paused", "by hand", 29366000 * 60)
+    history(config).add_event("resumed", "by hand", 29366060 * 60)
     assert fire_stage.fire(config, JOB, print).summary["why"] == "paused"
     assert results(config) == []
     assert fire_stage.fire(config, NEXT, print).summary["result"] == "the run succeeded"
@@ -87,7 +87,7 @@ def test_a_failure_is_counted_and_raised(config, stages):
 
 def test_a_job_that_somebody_has_made_is_a_run_by_hand(config, stages):
     fire_stage.fire(config, "by-hand", print)
-    (key,) = history(config).keys()
+    (key,) = history(config).list_keys()
     assert "-manual-" in key
 
 

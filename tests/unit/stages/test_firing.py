@@ -76,7 +76,7 @@ class Nights:
         return outcome
 
     def results(self):
-        return [found.result for found in self.history.outcomes()][::-1]
+        return [found.result for found in self.history.iterate_ends()][::-1]
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ BROKEN = LaunchError("the job has failed", where="job")
 def test_a_night_takes_its_instant_and_the_next_one_has_nothing_to_do(nights):
     first = nights.night(0, "a")
     assert first.summary["result"].startswith("shards written") and first.next_step == "train"
-    assert nights.history.keys() == ["20261101T020000Z"]
+    assert nights.history.list_keys() == ["20261101T020000Z"]
     skipped = nights.begin(1, "b")
     assert skipped.summary["why"] == "unchanged" and skipped.next_step == "finish"
     assert "nothing has changed since tiny-a" in skipped.summary["result"]
@@ -132,7 +132,7 @@ def test_a_backlog_is_one_run(nights):
     """A scheduler that fires for every instant that it has missed creates all these runs at once."""
     found = [nights.begin(0, job, created=format_instant(FIRST + 5 * DAY)).summary.get("why") for job in "abcd"]
     assert found == [None, "done", "done", "done"]
-    assert nights.history.keys() == ["20261106T020000Z"]
+    assert nights.history.list_keys() == ["20261106T020000Z"]
 
 
 def test_a_run_whose_predecessor_lives_ends_green(nights, monkeypatch):
@@ -179,12 +179,12 @@ def test_a_run_that_has_nothing_to_do_is_not_at_work_and_its_first_step_may_be_r
 
 def test_what_was_due_before_the_schedule_was_resumed_is_not_run(nights):
     nights.begin(0, "a")
-    nights.history.add("paused", "by hand", (FIRST + 2 * DAY).timestamp())
-    nights.history.add("resumed", "by hand", (FIRST + 4.5 * DAY).timestamp())
+    nights.history.add_event("paused", "by hand", (FIRST + 2 * DAY).timestamp())
+    nights.history.add_event("resumed", "by hand", (FIRST + 4.5 * DAY).timestamp())
     late = nights.begin(4, "b", created=format_instant(FIRST + 4.5 * DAY)).summary
     assert late["why"] == "paused" and "2026-11-05T02:00:00Z, before the schedule nightly was resumed" in late["result"]
     nights.end("b")
-    assert nights.results() == [] and nights.history.keys() == ["20261101T020000Z"]
+    assert nights.results() == [] and nights.history.list_keys() == ["20261101T020000Z"]
     assert "why" not in nights.begin(0, "a").summary, "a pod that runs again, of a run that was begun before the pause"
     assert "why" not in nights.begin(5, "c").summary
 
@@ -218,23 +218,23 @@ def test_failures_in_a_row_pause_the_schedule_and_alert(nights, webhook):
     assert skipped.summary["why"] == "paused"
     nights.end("g")
     assert len(nights.results()) == 4
-    assert nights.history.add("resumed", "by hand")
+    assert nights.history.add_event("resumed", "by hand")
     nights.night((datetime.now(timezone.utc) - FIRST).days + 2, "h", BROKEN)  # due after that, by this machine's clock
-    assert nights.history.failures_in_a_row() == 1 and nights.history.paused() is None
+    assert nights.history.count_failures_in_a_row() == 1 and nights.history.read_pause() is None
 
 
 def test_a_success_a_skipped_run_and_a_canceled_one_are_no_failures(nights, webhook):
     nights.night(0, "a")
     nights.night(1, "b", BROKEN)
     nights.night(2, "c")  # unchanged
-    assert nights.history.failures_in_a_row() == 1
+    assert nights.history.count_failures_in_a_row() == 1
     nights.night(3, "d", LaunchError("stopped").of_class(FailureClass.TERMINATED))
     assert nights.results() == ["trained", "failed", "skipped", "canceled"]
     assert len(webhook.texts) == 1
 
 
 def test_a_run_that_fails_before_its_folder_is_there_counts(nights, webhook, monkeypatch):
-    monkeypatch.setattr(History, "unended", lambda *arguments: (_ for _ in ()).throw(DataError("damaged")))
+    monkeypatch.setattr(History, "read_unended", lambda *arguments: (_ for _ in ()).throw(DataError("damaged")))
     with pytest.raises(DataError):
         nights.begin(0, "a")
     monkeypatch.undo()
@@ -253,7 +253,7 @@ def test_the_link_is_that_of_the_kubeflow_run(tmp_path, monkeypatch, webhook):
 def test_a_run_that_somebody_goes_on_with_is_a_firing_of_its_own(nights):
     nights.night(0, "a", BROKEN)
     assert "why" not in nights.begin(0, "b", resume="tiny-a").summary
-    assert nights.history.keys()[0].startswith("20261101T020020Z-manual-b")
+    assert nights.history.list_keys()[0].startswith("20261101T020020Z-manual-b")
 
 
 NO_URLS = ["ftp://host/T0KEN", "no url T0KEN", "http://[T0KEN", "http://127.0.0.1:1/T0KEN"]
@@ -311,7 +311,7 @@ def test_gc_counts_what_ended_without_a_word(nights, webhook, monkeypatch):
     assert firing.close_lost(cluster, root, now, False, nights.lines.append) == lost
     assert nights.results() == ["canceled", "failed"], "what somebody has deleted has not failed"
     (text,) = webhook.texts
-    assert nights.paths("j1").uri in text and nights.history.failures_in_a_row() == 1
+    assert nights.paths("j1").uri in text and nights.history.count_failures_in_a_row() == 1
     assert firing.close_lost(cluster, root, now, False, nights.lines.append) == []
 
 
@@ -325,9 +325,9 @@ def test_a_run_of_an_earlier_window_alerts_nobody_and_pauses_nothing(nights, web
         nights.end("a", BROKEN)
     else:
         firing.close_lost(FakeCluster(), nights.config.run.storage_root, FIRST + DAY, False, nights.lines.append)
-    (key,) = nights.history.keys("outcomes")
-    assert nights.history.ended(key).result == {"failed": "failed", "deleted": "canceled"}[ending]
-    assert not webhook.texts and nights.history.paused() is None
+    (key,) = nights.history.list_keys("outcomes")
+    assert nights.history.read_end(key).result == {"failed": "failed", "deleted": "canceled"}[ending]
+    assert not webhook.texts and nights.history.read_pause() is None
 
 
 def test_gc_leaves_a_run_without_a_workflow_until_it_is_silent(nights):

@@ -27,7 +27,7 @@ from kftrain.stages.resolve import OpenedRun
 UTC = timezone.utc
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 FIRST, LAST = datetime(2026, 1, 1, tzinfo=UTC), datetime(2027, 2, 5, tzinfo=UTC)
-BERLIN = cron.zone("Europe/Berlin")
+BERLIN = cron.load_zone("Europe/Berlin")
 
 CONFIG = """
 run: {{name: year, storage_root: "{root}"}}
@@ -134,11 +134,11 @@ def test_every_record_of_four_hundred_days_is_trained_on_exactly_once(tmp_path, 
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     year = Year(tmp_path, text, by, more)
     monkeypatch.setattr(file_source, "list_with_times", lambda *arguments: year.files.listed(year.now))
-    for instant in cron.instants(cron.parse(text), BERLIN, FIRST, LAST):
+    for instant in cron.list_instants(cron.parse(text), BERLIN, FIRST, LAST):
         if (instant.month, instant.day) in ((5, 1), (5, 2)):
-            year.history.add("paused", "by hand", instant.timestamp())
-        elif year.history.paused():
-            year.history.add("resumed", "by hand", instant.timestamp())
+            year.history.add_event("paused", "by hand", instant.timestamp())
+        elif year.history.read_pause():
+            year.history.add_event("resumed", "by hand", instant.timestamp())
         if year.generator.random() < 0.95:  # or it is never started
             year.fire(instant, year.generator.random())
     if year.living:
@@ -148,7 +148,7 @@ def test_every_record_of_four_hundred_days_is_trained_on_exactly_once(tmp_path, 
     assert year.trained == Counter(
         year.files.name(moment) for moment, _ in year.files.all if not more or moment >= START
     )
-    results = Counter(found.result for found in year.history.outcomes())
+    results = Counter(found.result for found in year.history.iterate_ends())
     assert results["failed"] and results["trained"] and (results["skipped"] or len(text) == 11), results
     assert any("came late" in line for line in year.lines)
     assert not more or any("max_window_hours leaves" in line for line in year.lines)

@@ -21,7 +21,7 @@ from kftrain.stages import firing, windows
 UTC = timezone.utc
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 FIRST = datetime(2026, 1, 1, tzinfo=UTC)
-BERLIN = cron.zone("Europe/Berlin")
+BERLIN = cron.load_zone("Europe/Berlin")
 FOLDER = "memory://watermarks/root/schedules/nightly/watermarks"
 
 
@@ -34,8 +34,8 @@ def no_documents():
 @pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "UTC"])
 @pytest.mark.parametrize("time", ["0 0 2", "0 30 2", "0 30 1", "0 0 3", "0 0 0", "0 15 2,14"])
 def test_days_of_a_daily_schedule_follow_each_other_over_changes_of_the_clock(zone, time):
-    text, place = f"{time} * * *", cron.zone(zone)
-    due = cron.instants(cron.parse(text), place, FIRST, FIRST + 400 * DAY)
+    text, place = f"{time} * * *", cron.load_zone(zone)
+    due = cron.list_instants(cron.parse(text), place, FIRST, FIRST + 400 * DAY)
     num_a_day = len(cron.parse(text).hours)
     for days in (1, 7):
         schedule = Policy(cron=text, time_zone=zone, window_hours=24 * days, settle_hours=5)

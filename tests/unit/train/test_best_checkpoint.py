@@ -12,7 +12,7 @@ from helpers.models import overfitting, regression
 from safetensors.torch import load_file
 
 from kftrain import config, report
-from kftrain.cli.runs import table
+from kftrain.cli.jobs import write_table
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, Preempted
 from kftrain.run import attempts, commit, completion, documents
@@ -342,4 +342,4 @@ def test_a_run_says_which_step_and_why(whole):
     ).replace("Best", "best")
     overview = runs.read_run_overview(paths)
     assert (overview.step, overview.chosen) == (found.step, line)
-    assert any(line in row for row in table([overview]))
+    assert any(line in row for row in write_table([overview]))
