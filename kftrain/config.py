@@ -83,19 +83,19 @@ class Config(Section):
         return self.tracking.experiment or self.run.name
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: what is saved and shown."""
+        """Return the configuration as plain data, as it is saved and shown."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """The resolved configuration as it is saved with every output."""
+        """Write the resolved configuration as YAML, as it is saved with every output."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def beyond_defaults(self) -> dict[str, Any]:
-        """Only what differs from the defaults, as plain data: merged over them it is the whole again."""
+        """Return only what differs from the defaults, as plain data: merged over them it is the whole again."""
         return layers.beyond(self.to_dict(), Config().to_dict())
 
     def digest(self) -> str:
-        """Hex digest of everything in it."""
+        """Compute the hex digest of the whole configuration."""
         return storage.digest_json(self.to_dict())
 
     def training_identity(self, dataset_digest: str) -> dict[str, Any]:
@@ -116,11 +116,11 @@ class Config(Section):
         return identity
 
     def training_digest(self, dataset_digest: str) -> str:
-        """Hex digest of `training_identity`."""
+        """Compute the hex digest of `training_identity`."""
         return storage.digest_json(self.training_identity(dataset_digest))
 
     def anchored(self, base: str | Path) -> Config:
-        """The same with the storage roots and the path of an sqlite file made absolute against `base`."""
+        """Return a copy whose storage roots and path of an sqlite file are made absolute against `base`."""
         changes: dict[str, Any] = {
             "run": self.run.model_copy(update={"storage_root": storage.absolute(self.run.storage_root, base)}),
             "registry": self.registry.model_copy(
@@ -135,11 +135,11 @@ class Config(Section):
 
 
 def load(files: str | Path | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of one or several files (none: the defaults) with overrides like `train.steps=200`.
+    """Load the configuration of one or several files (none: the defaults) with overrides like `train.steps=200`.
 
     A later file wins over an earlier one, key by key: a cluster's own settings stand in one, the training in another.
-    The code that it names may be imported from now on.
-    Raises ConfigError that names the file, the key, the value and the fix.
+    The code that the configuration names may be imported from now on. Raises ConfigError that names the file, the key,
+    the value and the fix.
     """
     chosen = [files] if isinstance(files, str | Path) else list(files or ())
     return permit(_validated({str(file): layers.read(file) for file in chosen}, overrides))
@@ -148,11 +148,10 @@ def load(files: str | Path | Sequence[str] | None = None, overrides: Sequence[st
 def parse(
     text: str, overrides: Sequence[str] = (), where: str = "config", above: dict[str, layers.Document] | None = None
 ) -> Config:
-    """The configuration in a YAML text, under further layers (where from -> values) and then the overrides.
+    """Parse a configuration from a YAML text, with further layers (where from -> values) and then overrides over it.
 
-    The text is the caller's own: the code that it names may be imported from now on.
-
-    Raises ConfigError that names the key, the value and the fix.
+    The text is the caller's own: the code that it names may be imported from now on. Raises ConfigError that names the
+    key, the value and the fix.
     """
     return permit(_validated({where: layers.parse(text, where), **(above or {})}, overrides))
 
@@ -187,8 +186,8 @@ def _validated(documents: dict[str, layers.Document], overrides: Sequence[str]) 
 
 
 def _without_goal(below: layers.Document, above: layers.Document) -> layers.Document:
-    """What lies below, without the goal of a metric in whose place another one is named."""
-    old, new = (each.get("registry") for each in (below, above))
+    """Return the layer below, without its goal if the layer above names another metric: the goal is of the old one."""
+    old, new = below.get("registry"), above.get("registry")
     if not isinstance(old, dict) or not isinstance(new, dict) or "metric" not in new:
         return below
     is_same = old.get("metric", new["metric"]) == new["metric"]
@@ -196,7 +195,7 @@ def _without_goal(below: layers.Document, above: layers.Document) -> layers.Docu
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the configuration."""
+    """Return the JSON schema of the configuration."""
     return Config.model_json_schema()
 
 

@@ -53,13 +53,13 @@ class StoredChunks:
         if not form.num_bytes:
             return
         if not form.shape:
-            yield self._read(name, chunks[0])
+            yield self._read_chunk(name, chunks[0])
             return
         starts = sorted({0, *(int(chunk.offsets[0]) for chunk in chunks)})
         for first, last in zip(starts, [*starts[1:], form.shape[0]], strict=True):
             touching = [c for c in chunks if c.offsets[0] < last and first < c.offsets[0] + c.sizes[0]]
             if len(touching) == 1 and tuple(touching[0].sizes) == (last - first, *form.shape[1:]):
-                yield self._read(name, touching[0])
+                yield self._read_chunk(name, touching[0])
             else:
                 yield from self._join_chunks(name, touching, range(first, last))
 
@@ -77,7 +77,7 @@ class StoredChunks:
                     continue
                 columns = [slice(a, a + n) for a, n in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)]
                 place = (slice(first - block.start, last - block.start), *columns)
-                own = self._read(name, chunk)[first - chunk.offsets[0] : last - chunk.offsets[0]]
+                own = self._read_chunk(name, chunk)[first - chunk.offsets[0] : last - chunk.offsets[0]]
                 whole[place] = own
                 num_missing -= own.numel()
             if num_missing:
@@ -86,7 +86,7 @@ class StoredChunks:
                 )
             yield whole
 
-    def _read(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         """Read one chunk. What stands in the file is unpickled in torch's safe way, as DCP does it."""
         index = MetadataIndex(self._prefix + name, chunk.offsets)
         place: Any = (self._metadata.storage_data or {}).get(index)

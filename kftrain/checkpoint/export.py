@@ -49,21 +49,21 @@ if TYPE_CHECKING:
     from kftrain.parallel.world import World
 
 MAX_DOCUMENT_BYTES = 16 << 20
-"""Of a description: what is read as JSON takes many times its size."""
+"""Largest description that is read: parsed JSON takes many times its size."""
 
 MAX_TASK_FILE_BYTES = 64 << 20
-"""Of a file of the task's own."""
+"""Largest file of the task's own that is read."""
 
 DESCRIPTION = "kftrain.json"
 
 
 class Description(documents.Document):
-    """`kftrain.json`: what rebuilds model and task."""
+    """Content of `kftrain.json`: what rebuilds model and task."""
 
     model: dict[str, Any]
     task: dict[str, Any]
     model_arguments: dict[str, Any]
-    """What the task told the model: vocabulary size, number of classes …"""
+    """Arguments that the task gave the model: vocabulary size, number of classes …"""
 
 
 @dataclass(frozen=True)
@@ -96,34 +96,34 @@ class EmptyExport:
     config: dict[str, Any]
 
     def rebuilt(self) -> EmptyExport:
-        """Another one, whose model nobody has touched."""
-        return replace(self, model=_built(self.uri, self.manifest, self.recipe))
+        """Build the model once more, untouched; return it with the same task."""
+        return replace(self, model=_build_empty(self.uri, self.manifest, self.recipe))
 
 
 def verify_export(uri: str, digest: str) -> ExportManifest:
-    """The manifest of an export whose every file was checked. Raises CheckpointError."""
+    """Check every file of an export; return its manifest. Raises CheckpointError."""
     return require_whole(uri, digest, contents=True)
 
 
 def read_recipe(uri: str, digest: str, trust: Trust) -> Recipe:
-    """What an export is made of, where it is whole and may be loaded here; tensors are not read, nothing is built.
+    """Read which model and task an export holds; it must be whole. No tensor is read, nothing is built.
 
     Raises ConfigError for what the reader does not allow, CheckpointError for an export that is damaged or incomplete.
     """
     trust.require_place(uri)
-    return _recipe(uri, require_whole(uri, digest), trust)
+    return _parse_recipe(uri, require_whole(uri, digest), trust)
 
 
 def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExport:
-    """The model and the task of an export.
+    """Load the model and the task of an export.
 
     Exactly the files of its manifest are read, each once, and the bytes that were checked are the ones that are loaded:
     tensor by tensor into the model, which is all that is in memory.
 
     Args:
         uri: Folder of the export.
-        digest: Of the export.
-        trust: What it may be made of, and where it may lie; None: as for a reader without a configuration.
+        digest: Digest of the export.
+        trust: Kinds and places that are allowed; None: those of a reader without a configuration.
 
     Raises ConfigError for what the reader does not allow, CheckpointError for an export that is damaged, or larger than
     the memory that is left, UserCodeError.
@@ -135,13 +135,13 @@ def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExpo
 
 
 def read_empty(uri: str, digest: str, trust: Trust) -> EmptyExport:
-    """The model and the task of an export, but for the weights: no file of tensors is read. Raises as `load_export`."""
+    """Build the model, without weights, and the task of an export; no tensors are read. Raises as `load_export`."""
     trust.require_place(uri)
     manifest = read_export_manifest(uri, digest)
-    recipe = _recipe(uri, manifest, trust)
-    content = _content(uri, manifest, "config.json")
+    recipe = _parse_recipe(uri, manifest, trust)
+    content = _read_file(uri, manifest, "config.json")
     config = storage.decode_json(content, storage.join(uri, "config.json"), CheckpointError)
-    model, task = _built(uri, manifest, recipe), build_task(recipe.task)
+    model, task = _build_empty(uri, manifest, recipe), build_task(recipe.task)
     _restore(task, uri, manifest)
     return EmptyExport(uri, manifest, recipe, model, task, config)
 
@@ -153,35 +153,35 @@ def fill(
     world: World | None = None,
     on_host: bool = False,
 ) -> None:
-    """Gives a model the tensors of the export, on several processes of each the process's part. Collective.
+    """Fill a model with the tensors of the export, on several processes each with its own parts. Collective.
 
     Args:
-        empty: What the model was built from.
-        model: What became of it since.
-        slots: Of it before that; None: it is as it was.
-        world: The processes that it is spread over.
-        on_host: In the host's memory, whatever the device.
+        empty: Export that the model was built from.
+        model: The model as it is now, perhaps wrapped and spread over processes.
+        slots: Its places before that; None: it is as it was built.
+        world: Processes that it is spread over.
+        on_host: Fill memory of the host, whatever the device.
 
-    Raises CheckpointError where a tensor is missing, damaged, or of another shape.
+    Raises CheckpointError if a tensor is missing, damaged, or of another shape.
     """
     from kftrain.checkpoint import export_tensors, filling
 
-    found = slots or filling.ModelSlots(model)
-    with export_tensors.opened(empty.uri, empty.manifest, world) as tensors:
-        if misfit := found.misfit(tensors.forms):
+    slots = slots or filling.ModelSlots(model)
+    with export_tensors.open_tensors(empty.uri, empty.manifest, world) as tensors:
+        if misfit := slots.misfit(tensors.forms):
             raise CheckpointError(f"the tensors do not fit the model: {misfit}", where=empty.uri)
-        found.fill(model, tensors, world, on_host)
+        slots.fill(model, tensors, world, on_host)
 
 
-def _built(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Module:
-    """The model that is described, without memory for its parameters. Raises CheckpointError where that cannot be."""
+def _build_empty(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Module:
+    """Build the described model without memory for its parameters. Raises CheckpointError if that is impossible."""
     from kftrain.checkpoint.filling import is_fillable
     from kftrain.parallel.initialize import construct_empty
 
-    num_bytes = _num_tensor_bytes(uri, manifest)
+    num_bytes = _sum_tensor_bytes(uri, manifest)
 
     def construct() -> nn.Module:
-        with limited_to(num_bytes, storage.join(uri, DESCRIPTION)):
+        with limit_parameters(num_bytes, storage.join(uri, DESCRIPTION)):
             return build_model(recipe.model, recipe.model_arguments)
 
     try:
@@ -193,7 +193,7 @@ def _built(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Module:
 
 
 def _require_memory(empty: EmptyExport) -> None:
-    """Raises CheckpointError where the weights are larger than the memory that is left: the kernel would say less."""
+    """Raise CheckpointError if the weights are larger than the memory that is left: the kernel would just kill us."""
     needed = sum(parameter.numel() * parameter.dtype.itemsize for parameter in empty.model.parameters())
     available = machine.available_bytes()
     if needed > available:
@@ -205,27 +205,27 @@ def _require_memory(empty: EmptyExport) -> None:
 
 
 def _restore(task: Task, uri: str, manifest: ExportManifest) -> None:
-    """Gives the task the files that it was trained with, from the export alone."""
+    """Give the task the files that it was trained with, from the export alone."""
     if task.asset_names:
         with user_code("task.restore"):
-            task.restore({name: _content(uri, manifest, name, MAX_TASK_FILE_BYTES) for name in task.asset_names})
+            task.restore({name: _read_file(uri, manifest, name, MAX_TASK_FILE_BYTES) for name in task.asset_names})
 
 
-def _recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
-    """What `kftrain.json` describes. Raises ConfigError for kinds that may not be built here."""
+def _parse_recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
+    """Parse `kftrain.json`. Raises ConfigError for kinds that may not be built here."""
     where = storage.join(uri, DESCRIPTION)
-    found = documents.parse(Description, _content(uri, manifest, DESCRIPTION), where, CheckpointError)
+    description = documents.parse(Description, _read_file(uri, manifest, DESCRIPTION), where, CheckpointError)
     try:
-        model, task = ModelConfig.model_validate(found.model), TaskConfig.model_validate(found.task)
+        model, task = ModelConfig.model_validate(description.model), TaskConfig.model_validate(description.task)
     except ValidationError as error:
         what = f"{DESCRIPTION} is damaged: {error.errors()[0]['msg']}"
         raise CheckpointError(what, where=where, fix="export the checkpoint again") from error
     trust.require_kind("model", model.kind, MODELS)
     trust.require_kind("task", task.kind, TASKS)
-    return Recipe(model, task, found.model_arguments)
+    return Recipe(model, task, description.model_arguments)
 
 
-def _content(uri: str, manifest: ExportManifest, name: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+def _read_file(uri: str, manifest: ExportManifest, name: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     if name not in manifest.files:
         raise CheckpointError(f"the export has no {name}", where=uri, fix="export the checkpoint again")
     if manifest.files[name].bytes > max_bytes:
@@ -234,8 +234,8 @@ def _content(uri: str, manifest: ExportManifest, name: str, max_bytes: int = MAX
     return commit.read_verified(storage.join(uri, name), manifest.files[name])
 
 
-def _num_tensor_bytes(uri: str, manifest: ExportManifest) -> int:
-    """Size of the files of tensors, which are seen to be there: a manifest can claim any size."""
+def _sum_tensor_bytes(uri: str, manifest: ExportManifest) -> int:
+    """Sum the sizes of the files of tensors, after checking that they are there: a manifest can claim any size."""
     files = tensor_entries(uri, manifest.files)
     for name, entry in files.items():
         commit.require_size(storage.join(uri, name), entry)
@@ -243,19 +243,21 @@ def _num_tensor_bytes(uri: str, manifest: ExportManifest) -> int:
 
 
 ENTRY_BYTES = 16
-"""Counted for each parameter beside its numbers. Its entry in a file's header has more than three times as many."""
+"""Bytes that count for each parameter beside its numbers; its entry in a file's header has over three times as many."""
 
 
 @contextlib.contextmanager
-def limited_to(num_bytes: int, where: str) -> Iterator[None]:
-    """Within the block this thread makes no more parameters than files of so many bytes hold. Raises CheckpointError.
+def limit_parameters(num_bytes: int, where: str) -> Iterator[None]:
+    """Let this thread make no more parameters within the block than files of so many bytes hold.
+
+    Raises CheckpointError. A description of someone else's could else claim memory without end.
 
     A number counts as one byte, so that a model of which the files hold two or more may also make a parameter and
     replace it.
 
     Args:
         num_bytes: Size of the files of tensors.
-        where: The description, for the error.
+        where: URI of the description, for the error.
     """
     from torch.nn.modules.module import register_module_parameter_registration_hook
 

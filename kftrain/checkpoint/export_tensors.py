@@ -99,27 +99,27 @@ class ExportTensors:
 
 
 @contextlib.contextmanager
-def opened(uri: str, manifest: ExportManifest, world: World | None = None) -> Iterator[ExportTensors]:
-    """Open the tensors of an export. Raises CheckpointError where a file is missing, or is not what its header says.
+def open_tensors(uri: str, manifest: ExportManifest, world: World | None = None) -> Iterator[ExportTensors]:
+    """Open the tensors of an export. Raises CheckpointError if a file is missing, or is not what its header says.
 
-    `world`: of processes that call this together, and fail together.
+    `world`: processes that call this together, and fail together.
     """
     with contextlib.ExitStack() as stack:
         exports: list[ExportTensors] = []
         if world is None:
-            exports.append(_open(uri, manifest, stack))
+            exports.append(_open_files(uri, manifest, stack))
         else:
-            world.agree(lambda: exports.append(_open(uri, manifest, stack)))
+            world.agree(lambda: exports.append(_open_files(uri, manifest, stack)))
         yield exports[0]
 
 
-def _open(uri: str, manifest: ExportManifest, stack: contextlib.ExitStack) -> ExportTensors:
+def _open_files(uri: str, manifest: ExportManifest, stack: contextlib.ExitStack) -> ExportTensors:
     buffer, entries = memoryview(bytearray(PIECE_BYTES)), tensor_entries(uri, manifest.files)
     return ExportTensors(uri, [_OpenFile(uri, name, entry, stack, buffer) for name, entry in entries.items()])
 
 
 class _OpenFile:
-    """One file of tensors: it is opened once, and what is read of it is hashed, as long as it is read in order."""
+    """File of tensors that is opened once, and hashed while it is read, as long as it is read in order."""
 
     def __init__(self, uri: str, name: str, entry: FileEntry, stack: contextlib.ExitStack, buffer: memoryview) -> None:
         self.name = name

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAX_FILE_BYTES = 2 << 30
-"""Tensors are collected into files of at most this size (a larger tensor has a file of its own)."""
+"""Largest file of collected tensors (a larger tensor has a file of its own)."""
 
 INDEX = "model.safetensors.index.json"
-"""Which tensor lies in which of several files, for other programs: what is read here is what the manifest lists."""
+"""File that maps tensors to files, for other programs; kftrain itself reads what the manifest lists."""
 
 MODEL_PREFIX = "model."
 """Keys of the model in a checkpoint's state."""
@@ -46,7 +46,7 @@ def export_checkpoint(
     config: dict[str, Any],
     task_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> tuple[str, str]:
-    """Writes the export of a committed checkpoint, if it is not there yet; returns its URI and digest.
+    """Write the export of a committed checkpoint, if it is not there yet; return its URI and digest.
 
     `task_files`: the task's own, name -> content.
 
@@ -65,7 +65,7 @@ def export_checkpoint(
         commit.verify_files(checkpoint_uri, manifest.files)
         storage.remove(manifest_uri(uri))  # first: nobody takes for an export what is being deleted
         storage.remove(uri)  # what a process that was killed here has left, or somebody has deleted half of
-        with _new_folder(uri) as folder:
+        with _open_folder(uri) as folder:
             files = _write_tensors(checkpoint_uri, manifest.files, folder)
             for name, content in {**documents, **task_files}.items():
                 files[name] = _write(folder, name, content)
@@ -83,14 +83,14 @@ def export_checkpoint(
 
 
 def require_task_file(name: str) -> None:
-    """Raises ConfigError for a file of a task whose name is not plain, or is that of another file of an export."""
+    """Raise ConfigError for a file of a task whose name is not plain, or is that of another file of an export."""
     taken = {"config.json", DESCRIPTION, "manifest.json"}
     if not _FILE_NAME.fullmatch(name) or name in taken or name.startswith("model"):
         raise ConfigError("no name of a task's file", where="task.export_files", value=name, fix="rename it")
 
 
 def require_types(model: nn.Module) -> None:
-    """Raises ConfigError for a tensor of numbers that an export cannot hold: before the first step, not after it."""
+    """Raise ConfigError for a tensor whose type an export cannot hold: before the first step, not after the last."""
     import torch
 
     from kftrain.checkpoint.tensor_files import DTYPES
@@ -106,7 +106,7 @@ def require_types(model: nn.Module) -> None:
 
 
 def group_by_size(sizes: dict[str, int], limit_bytes: int) -> list[list[str]]:
-    """Names in order, cut into groups of at most `limit_bytes` in sum; a larger one stands alone."""
+    """Cut names, in order, into groups of at most `limit_bytes` in sum; a larger tensor stands alone."""
     groups: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -119,8 +119,8 @@ def group_by_size(sizes: dict[str, int], limit_bytes: int) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def _new_folder(uri: str) -> Iterator[str]:
-    """Where the files of a new folder are written: aside on this machine, in their place in an object store."""
+def _open_folder(uri: str) -> Iterator[str]:
+    """Yield the place to write a new folder's files: aside on this machine, in their place in an object store."""
     if not storage.is_local(uri):
         yield uri
         return
@@ -135,33 +135,33 @@ def _write(folder: str, name: str, content: str | bytes) -> FileEntry:
 
 
 def _write_tensors(checkpoint_uri: str, checkpoint_files: Mapping[str, FileEntry], folder: str) -> Files:
-    """Copies the model's tensors into files of the format safetensors, one chunk in memory at a time."""
+    """Copy the model's tensors into files of the format safetensors, one chunk in memory at a time."""
     from kftrain.checkpoint.chunks import StoredChunks
 
     chunks = StoredChunks(checkpoint_uri, checkpoint_files, MODEL_PREFIX)
     sizes = {name: form.num_bytes for name, form in chunks.forms.items()}
     groups = group_by_size(sizes, MAX_FILE_BYTES)
-    found: Files = {}
+    files: Files = {}
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        found[name] = _write_file(chunks, names, storage.join(folder, name))
+        files[name] = _write_file(chunks, names, storage.join(folder, name))
         weight_map.update(dict.fromkeys(names, name))
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        found[INDEX] = _write(folder, INDEX, storage.dump_json(index))
-    return found
+        files[INDEX] = _write(folder, INDEX, storage.dump_json(index))
+    return files
 
 
 def _write_file(chunks: Any, names: list[str], uri: str) -> FileEntry:
     from kftrain.checkpoint.files import HashingStream
-    from kftrain.checkpoint.tensor_files import arranged, contents_of, header_of
+    from kftrain.checkpoint.tensor_files import contents_of, encode_header, sort_names
 
     forms = {name: chunks.forms[name] for name in names}
     with storage.simplify_errors(uri, "the export could not be written"), storage.open_write(uri) as stream:
         hashing = HashingStream(stream)
-        hashing.write(header_of(forms))
-        for name in arranged(forms):
+        hashing.write(encode_header(forms))
+        for name in sort_names(forms):
             for rows in chunks.rows(name):
                 hashing.write(contents_of(rows))
     return hashing.entry

@@ -1,7 +1,7 @@
-"""A model is filled with the tensors of an export: in any layout, each process reads its own parts.
+"""Filling a model with the tensors of an export: in any layout, each process reads its own parts.
 
-The model may have been wrapped and spread over processes since it was built; what it was built with says which tensors
-it keeps, and under which names: an export holds a tied parameter under one of them.
+The model may have been wrapped and spread over processes since it was built. The slots, taken before that, know which
+tensors it keeps, and under which names: an export holds a tied parameter under one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KeptTensor:
 
     shape: tuple[int, ...]
     names: list[str]
-    """Its names in the model; a tied one has several."""
+    """Names in the model; a tied tensor has several."""
 
 
 class ModelSlots:

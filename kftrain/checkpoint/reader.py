@@ -45,7 +45,7 @@ PATHS = frozenset((module, f"{kind}Path") for module in ("pathlib", "pathlib._lo
 
 
 def _member(kind: Any, name: str) -> Any:
-    """In place of `getattr`, by which Python before 3.11.4 pickles members of enumerations: of DCP's only one."""
+    """Replace `getattr`, by which Python before 3.11.4 pickles enumerations: allow members of DCP's only one."""
     if kind is not metadata_module._MEM_FORMAT_ENCODING:
         raise CheckpointError("the metadata asks for an attribute, and is not read", value=f"{kind}.{name}")
     return kind[name]

@@ -13,12 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 _DTensor: Any = DTensor
-"""Its constructor is not typed."""
+"""DTensor with any arguments: its constructor is not typed."""
 
 State = dict[str, Any]
 
 Place = tuple[Any, ...]
-"""Keys and indices that lead to a tensor."""
+"""Path of keys and indices that leads to a tensor in the state."""
 
 
 class Staging:

@@ -41,36 +41,36 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""As the format calls them, in the order in which tensors lie in a file."""
+"""Types by the format's names, in the order in which tensors lie in a file."""
 
 PIECE_BYTES = 4 << 20
-"""So much of a file is in memory at a time."""
+"""Most bytes of a file that are in memory at a time."""
 
 MAX_HEADER_BYTES = 16 << 20
-"""What is read as JSON takes many times its size. The header of 10,000 tensors has one megabyte."""
+"""Largest header that is read: parsed JSON takes many times its size. One of 10,000 tensors has one megabyte."""
 
 Read = Callable[[int], memoryview]
-"""The next so many bytes, no more than `PIECE_BYTES` at a time; valid until it is called again."""
+"""Function that returns the next bytes, at most `PIECE_BYTES` at a time; they are valid until it is called again."""
 
 Part = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part of a tensor begins, and its shape."""
+"""Offsets of a part of a tensor, and its shape."""
 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What a tensor is but for its numbers."""
+    """Type and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of all numbers."""
+        """Bytes of all numbers."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def whole(self) -> Part:
-        """All of it."""
+        """The part that is the whole tensor."""
         return (0,) * len(self.shape), self.shape
 
 
@@ -80,21 +80,21 @@ class StoredTensor:
 
     form: TensorForm
     start: int
-    """Of its bytes in the file."""
+    """Offset of the tensor's first byte in the file."""
 
 
-def arranged(forms: Mapping[str, TensorForm]) -> list[str]:
-    """Names of tensors in the order in which they lie in a file."""
+def sort_names(forms: Mapping[str, TensorForm]) -> list[str]:
+    """Sort the names of tensors as they lie in a file: by type, then by name."""
     order = {dtype: number for number, dtype in enumerate(DTYPES.values())}
     return sorted(forms, key=lambda name: (order[forms[name].dtype], name.encode()))
 
 
-def header_of(forms: Mapping[str, TensorForm]) -> bytes:
-    """What stands before the numbers of these tensors, its length included."""
+def encode_header(forms: Mapping[str, TensorForm]) -> bytes:
+    """Encode the header of a file of these tensors, with its length in front."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name in arranged(forms):
+    for name in sort_names(forms):
         form = forms[name]
         stop = start + form.num_bytes
         entries[name] = {"dtype": names[form.dtype], "shape": list(form.shape), "data_offsets": [start, stop]}
@@ -105,39 +105,40 @@ def header_of(forms: Mapping[str, TensorForm]) -> bytes:
 
 
 def contents_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, row by row."""
+    """Return the bytes of a tensor on the CPU, row by row."""
     content: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(content)
 
 
 def read_header(read: Read, num_bytes: int, where: str) -> dict[str, StoredTensor]:
-    """The tensors of a file of so many bytes, in the order in which they lie there. Raises CheckpointError."""
+    """Read which tensors lie in a file of so many bytes, in their order. Raises CheckpointError."""
     length = int.from_bytes(read(8), "little") if num_bytes >= 8 else num_bytes
     if length > min(num_bytes - 8, MAX_HEADER_BYTES):
-        raise _damaged("its header is longer than it may be", where, length)
+        raise _damage_error("its header is longer than it may be", where, length)
     content = b"".join(bytes(read(size)) for size in _cut(length, PIECE_BYTES))
     try:
-        entries = json.loads(content, object_pairs_hook=_unique)
+        entries = json.loads(content, object_pairs_hook=_require_unique)
         entries.pop("__metadata__", None)
-        stored = [(name, _form_of(entry), *entry["data_offsets"]) for name, entry in entries.items()]
+        stored = [(name, _parse_form(entry), *entry["data_offsets"]) for name, entry in entries.items()]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise _damaged("its header is none", where) from error
-    found: dict[str, StoredTensor] = {}
+        raise _damage_error("its header is none", where) from error
+    tensors: dict[str, StoredTensor] = {}
     start = 0
-    for name, form, begin, end in sorted(stored, key=lambda each: (each[2], each[3])):
+    # Without gaps and overlaps: else a small file could name tensors of any size, or one range twice.
+    for name, form, begin, end in sorted(stored, key=lambda entry: (entry[2], entry[3])):
         if begin != start or end - begin != form.num_bytes:
-            raise _damaged("its header says other sizes than the tensors have", where, name)
-        found[name] = StoredTensor(form, 8 + length + start)
+            raise _damage_error("its header says other sizes than the tensors have", where, name)
+        tensors[name] = StoredTensor(form, 8 + length + start)
         start = end
     if 8 + length + start != num_bytes:
-        raise _damaged("its header describes another number of bytes", where, start)
-    return found
+        raise _damage_error("its header describes another number of bytes", where, start)
+    return tensors
 
 
 def row_range(form: TensorForm, part: Part) -> tuple[int, range]:
-    """How a part is read: in rows of so many bytes, from the first that it touches to the last.
+    """Return the bytes per row, and the range of rows to read for a part, from the first that it touches to the last.
 
-    A part that is contiguous has rows of one number.
+    The rows of a contiguous part are single numbers.
     """
     offsets, sizes = part
     if not form.shape:
@@ -152,7 +153,7 @@ def row_range(form: TensorForm, part: Part) -> tuple[int, range]:
 
 
 def copy_part(stored: TensorForm, part: Part, read: Read, target: torch.Tensor) -> None:
-    """Reads the rows of a part, one after the other, into a contiguous tensor of the part's shape and any type.
+    """Read the rows of a part, one after the other, into a contiguous tensor of the part's shape and any type.
 
     `read` begins with the first byte of the first row.
     """
@@ -166,20 +167,20 @@ def copy_part(stored: TensorForm, part: Part, read: Read, target: torch.Tensor) 
     every = (slice(None), *inner)
     flat, done = target.view(-1) if is_contiguous else target, 0
     for num_rows in _cut(len(rows), max(1, PIECE_BYTES // row_bytes)):
-        content = _joined(read, num_rows * row_bytes)
+        content = _read_joined(read, num_rows * row_bytes)
         piece = torch.frombuffer(content, dtype=stored.dtype).view(num_rows, *shape)
         flat[done : done + num_rows].copy_(piece[every])
         done += num_rows
 
 
 def pass_over(num_bytes: int, read: Read) -> None:
-    """Reads so many bytes of which nothing is wanted."""
+    """Read bytes of which nothing is wanted."""
     for size in _cut(num_bytes, PIECE_BYTES):
         read(size)
 
 
-def _joined(read: Read, num_bytes: int) -> Any:
-    """The next bytes in one piece: a row may be longer than a piece."""
+def _read_joined(read: Read, num_bytes: int) -> Any:
+    """Read the next bytes as one: a row may be longer than what `read` returns at a time."""
     if num_bytes <= PIECE_BYTES:
         return read(num_bytes)
     whole, done = bytearray(num_bytes), 0
@@ -190,25 +191,25 @@ def _joined(read: Read, num_bytes: int) -> Any:
 
 
 def _cut(length: int, step: int) -> Iterator[int]:
-    """Lengths of the pieces of something."""
+    """Yield the lengths of the pieces of a length."""
     for start in range(0, length, step):
         yield min(step, length - start)
 
 
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _require_unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     listed = list(pairs)
-    found = dict(listed)
-    if len(found) != len(listed):
+    entries = dict(listed)
+    if len(entries) != len(listed):
         raise ValueError("a name stands twice")
-    return found
+    return entries
 
 
-def _form_of(entry: Any) -> TensorForm:
+def _parse_form(entry: Any) -> TensorForm:
     numbers = [*entry["shape"], *entry["data_offsets"]]
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or len(entry["data_offsets"]) != 2:
         raise ValueError("no numbers")
     return TensorForm(DTYPES[entry["dtype"]], tuple(entry["shape"]))
 
 
-def _damaged(what: str, where: str, value: Any = None) -> CheckpointError:
+def _damage_error(what: str, where: str, value: Any = None) -> CheckpointError:
     return CheckpointError(f"no safetensors file: {what}", where=where, value=value, fix="export the checkpoint again")

@@ -1,4 +1,4 @@
-"""Configurations as layers of YAML: files over files, overrides over all. What keys mean is decided elsewhere."""
+"""Layers of YAML that make a configuration: files over files, overrides over all. Keys have no meaning here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Document = dict[str, Any]
 
 
 def read(file: str | Path) -> Document:
-    """The mapping in a YAML file. Raises ConfigError."""
+    """Read the mapping in a YAML file. Raises ConfigError."""
     try:
-        with open(file, "rb") as stream:  # no more of it than is looked at: it may be a device
+        with open(file, "rb") as stream:  # no more than the limit: it may be a device that never ends
             content = stream.read(plain.MAX_TEXT_LENGTH + 1)
         plain.require_length(content, str(file))
         text = content.decode()
@@ -25,7 +25,7 @@ def read(file: str | Path) -> Document:
 
 
 def parse(text: str, where: str) -> Document:
-    """The mapping in a YAML text; empty for an empty text. Raises ConfigError."""
+    """Parse the mapping in a YAML text; an empty text is an empty one. Raises ConfigError."""
     document = plain.load(text, where)
     document = {} if document is None else document
     if not isinstance(document, dict):
@@ -34,34 +34,34 @@ def parse(text: str, where: str) -> Document:
 
 
 def require_plain(documents: dict[str, Document], merged: Document) -> None:
-    """Raises ConfigError that names the key where a value is not plain data, and the file that it comes from."""
-    found = plain.flaw(merged)
-    if found is not None:
-        path, what, value = found
+    """Raise ConfigError for a value that is not plain data; it names the key and the file that it comes from."""
+    flaw = plain.flaw(merged)
+    if flaw is not None:
+        path, what, value = flaw
         key = ".".join(map(str, path))
         raise ConfigError(what, where=f"{origin(documents, path)}: {key}", value=value)
 
 
 def merged(below: Document, above: Document) -> Document:
-    """`above` over `below`: mappings key by key, everything else as a whole."""
+    """Lay `above` over `below`: mappings key by key, everything else as a whole."""
     both = {key: merged(below[key], value) for key, value in above.items() if _are_mappings(below.get(key), value)}
     return {**below, **above, **both}
 
 
 def beyond(document: Document, below: Document) -> Document:
-    """What of `document` differs from `below`, which has no key that `document` lacks: merged over it, the same again.
+    """Return what of `document` differs from `below`; merged over `below` it gives `document` again.
 
-    `1` and `1.0` differ. A mapping that is empty below counts as a whole.
+    `below` has no key that `document` lacks. `1` and `1.0` differ. A mapping that is empty below counts as a whole.
     """
-    found: Document = {}
+    difference: Document = {}
     for key, value in document.items():
         known = below.get(key)
         if _are_mappings(value, known) and known:
             value = beyond(value, known)
             known = {}
         if (type(value), value) != (type(known), known) or key not in below:
-            found[key] = value
-    return found
+            difference[key] = value
+    return difference
 
 
 def _are_mappings(*values: Any) -> bool:
@@ -69,7 +69,7 @@ def _are_mappings(*values: Any) -> bool:
 
 
 def origin(documents: dict[str, Document], location: Sequence[Any]) -> str:
-    """The file that a key comes from: the last one that has it, or else the last one."""
+    """Name the file that a key comes from: the last one that has it, or else the last one."""
     for where, document in reversed(list(documents.items())):
         node: Any = document
         for part in location:
@@ -82,7 +82,7 @@ def origin(documents: dict[str, Document], location: Sequence[Any]) -> str:
 
 
 def override(document: Document, assignment: str) -> None:
-    """Sets a key of the document, from a text like `train.steps=200`. Raises ConfigError."""
+    """Set a key of the document from a text like `train.steps=200`. Raises ConfigError."""
     key, separator, text = assignment.partition("=")
     path = key.strip().split(".")
     if not separator or len(path) < 2 or not all(path):

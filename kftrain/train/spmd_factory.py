@@ -150,7 +150,7 @@ class ExportedWeights:
 
     def fill(self, model: nn.Module, on_host: bool = False) -> None:
         """See `WeightSource`. Collective. Raises CheckpointError where the export is damaged."""
-        with export_tensors.opened(self.uri, self.manifest, self.world) as tensors:
+        with export_tensors.open_tensors(self.uri, self.manifest, self.world) as tensors:
             self.slots.fill(model, tensors, self.world, on_host)
 
 
@@ -171,7 +171,7 @@ def choose_initial_weights(model: nn.Module, weights: WeightSource, config: Conf
     def read_manifest_and_compare() -> None:  # reads no tensor
         read_recipe(uri, start.export_digest, Trust.of(config))
         manifests.append(read_export_manifest(uri, start.export_digest))
-        with export_tensors.opened(uri, manifests[0]) as tensors:
+        with export_tensors.open_tensors(uri, manifests[0]) as tensors:
             misfit = slots.misfit(tensors.forms)
         if misfit:
             raise ConfigError(
@@ -184,7 +184,7 @@ def choose_initial_weights(model: nn.Module, weights: WeightSource, config: Conf
     world.agree(read_manifest_and_compare)
     exported = ExportedWeights(slots, uri, manifests[0], world)
     if slots.has_buffers:
-        with export_tensors.opened(uri, manifests[0], world) as tensors:
+        with export_tensors.open_tensors(uri, manifests[0], world) as tensors:
             slots.fill_buffers(tensors, world)
     return exported
 

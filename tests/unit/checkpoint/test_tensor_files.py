@@ -22,8 +22,8 @@ def form_of(tensor):
 def written(tensors):
     """The bytes of a file, as it is written."""
     forms = {name: form_of(tensor) for name, tensor in tensors.items()}
-    contents = (bytes(tensor_files.contents_of(tensors[name])) for name in tensor_files.arranged(forms))
-    return tensor_files.header_of(forms) + b"".join(contents)
+    contents = (bytes(tensor_files.contents_of(tensors[name])) for name in tensor_files.sort_names(forms))
+    return tensor_files.encode_header(forms) + b"".join(contents)
 
 
 def reader_of(content, piece_bytes=None):
