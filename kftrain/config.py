@@ -105,8 +105,8 @@ class Config(Section):
         may go on with more processes. The dataset and the initial weights count by their digests, wherever they lie.
         """
         identity: dict[str, Any] = {"dataset": dataset_digest, "order": ORDER}
-        for name in type(self).model_fields:
-            section = getattr(self, name).identity()
+        for name, own in self:
+            section = own.identity()
             if name in SECTIONS_WITHOUT_ENTRY:
                 identity |= {f"{SECTIONS_WITHOUT_ENTRY[name]}{key}": value for key, value in section.items()}
             elif section:

@@ -73,8 +73,10 @@ class Section(BaseModel):
         """
         identity = self.model_dump(mode="json", include=set(self.model_extra or ()))
         effects, document = self.effects(), self.model_dump(mode="json", by_alias=False)
-        for name, field in type(self).model_fields.items():
-            value, plain = getattr(self, name), document[name]
+        for name, value in self:
+            if (field := type(self).model_fields.get(name)) is None:  # a plug-in's further key: all of them count
+                continue
+            plain = document[name]
             if isinstance(value, Section):
                 counts = bool(plain := value.identity())
             else:
