@@ -112,7 +112,7 @@ def test_nobody_else_takes_attributes_by_a_name_that_is_computed():
     ],
 )
 def test_what_nobody_has_named_is_not_imported(build, nothing_permitted, monkeypatch):
-    monkeypatch.setattr(trust, "_import", lambda *arguments: pytest.fail("imported"))
+    monkeypatch.setattr(trust, "_import_attribute", lambda *arguments: pytest.fail("imported"))
     with pytest.raises(ConfigError, match="may not run here"):
         build()
 
