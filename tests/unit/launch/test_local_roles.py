@@ -95,7 +95,7 @@ def run(tmp_path, monkeypatch):
 
 def job(paths, worker="trains", server="serves", others=(), worker_nodes=1):
     roles = (Role("worker", worker_nodes, 1, ("worker", worker)), Role("server", 2, 1, ("server", server)), *others)
-    return JobSpec("train", paths.uri, "d", roles, paths.complete, {"GREETING": "hello you"})
+    return JobSpec("train", paths.uri, "d", roles, {"GREETING": "hello you"})
 
 
 def test_every_node_of_every_role_runs_until_the_workers_are_done(run, capfd):

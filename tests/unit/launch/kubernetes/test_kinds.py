@@ -202,7 +202,7 @@ def test_somebody_elses_pod_is_told_by_the_kind():
 
 def test_a_job_says_how_large_it_is():
     workers, servers = Role("worker", 2, 4, ("worker",)), Role("server", 1, 1, ("server",))
-    one = JobSpec("train", "runs/r", "d", (workers,), "c")
-    both = JobSpec("train", "runs/r", "d", (workers, servers), "c")
+    one = JobSpec("train", "runs/r", "d", (workers,))
+    both = JobSpec("train", "runs/r", "d", (workers, servers))
     assert (one.size, one.num_pods, one.workers) == ("2 x 4 processes", 2, workers)
     assert (both.size, both.num_pods, both.workers) == ("2 x 4 and 1 x 1 processes", 3, workers)

@@ -86,7 +86,7 @@ def test_every_observation_means_something(seen):
     """It never raises, says it on one line, and is a function of what was seen."""
     assessment = assess(seen)
     assert assessment == assess(seen)
-    assert assessment.text.startswith(assessment.state.value)
+    assert assessment.text.startswith(assessment.word)
     assert all(reason.text.strip() for reason in assessment.reasons)
     assert assessment.hopeless in (None, *assessment.reasons)
 
