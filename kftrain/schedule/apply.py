@@ -163,7 +163,8 @@ class Executor:
             self.api.create(replace(wanted.content, description=f"{wanted.content.description}; {action.why}"))
             self.progress(f"created, disabled: {wanted.content.cron} (UTC)")
         else:
-            getattr(self.api, action.verb)(action.id)
+            calls = {"enable": self.api.enable, "disable": self.api.disable, "delete": self.api.delete}
+            calls[action.verb](action.id)
             self.progress(f"{action.verb}d {action.id}")
         return True
 
