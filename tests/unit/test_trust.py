@@ -53,7 +53,6 @@ IMPORTING = {
 }
 
 COMPUTED_ATTRIBUTES = {
-    *("config.py", "settings/section.py"),
     *("trust.py", "core/lazy.py", "cli/__init__.py", "core/remote.py", "core/outages.py", "checkpoint/reader.py"),
     *("process/liveness.py", "tasks/logits.py", "tasks/registry.py", "report/comparison.py", "parallel/mesh.py"),
     *("parallel/settings.py", "parallel/tensor_plan.py", "parallel/buffers.py", "parallel/topology.py"),
