@@ -140,9 +140,10 @@ def test_a_pipeline_that_was_compiled_before_still_calls_what_there_is(step, mon
     monkeypatch.setattr(STAGES[step], stage)
     scope = {}
     exec(container["command"][-1], scope)
-    arguments = {
-        name: MagicMock(path=f"{tmp_path}/{name}", state="FAILED") for name in inspect.signature(scope[step]).parameters
-    }
+    paths = {name: f"{tmp_path}/{name}" for name in inspect.signature(scope[step]).parameters}
+    arguments = {name: MagicMock(path=path, state="FAILED") for name, path in paths.items()}
+    if "next_step" in arguments:  # the only output that is given as a path
+        arguments["next_step"] = paths["next_step"]
     assert scope[step](**arguments) in ("uri", None)
     stage.assert_called_once()
 
