@@ -63,13 +63,15 @@ def make_linear_scale(
 
 
 def make_log_scale(values: Iterable[float], max_ticks: int = 5) -> Scale:
-    """Return a logarithmic axis: ticks at powers of ten, and at 2 and 5 times them if there is room."""
+    """Return a logarithmic axis: ticks at powers of ten, and at 2 and 5 times them if there is room. `max_ticks`: 3 or more."""
     positive = [v for v in values if v > 0] or [1.0]
     first, last = math.floor(_log10(min(positive))), math.ceil(_log10(max(positive)))
     last = max(last, first + 1)
     if last - first <= max(1, (max_ticks - 1) // 3):
         ticks = [mantissa * 10.0**power for power in range(first, last) for mantissa in (1, 2, 5)] + [10.0**last]
-        return _trim_ticks(ticks, min(positive), max(positive))
+        scale = _trim_ticks(ticks, min(positive), max(positive))
+        if len(scale.ticks) <= max_ticks:
+            return scale
     stride = math.ceil((last - first) / (max_ticks - 1))
     last = first + stride * math.ceil((last - first) / stride)
     ticks = [10.0**power for power in range(first, last + 1, stride)]
