@@ -18,17 +18,15 @@ from kftrain.core import storage
 from kftrain.core.credentials import redact
 from kftrain.errors import ConfigError, KftrainError
 from kftrain.kubeflow.client import ENDPOINT_ENV
-from kftrain.report import wording
 from kftrain.run.best_effort import best_effort
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.job_tasks import JOB_TASKS, TRAINING
 from kftrain.run.paths import RunPaths
-from kftrain.stages import resolve, runs
-from kftrain.stages.runs import RunOverview
 
 if TYPE_CHECKING:
     from kftrain.launch.base import Jobs
     from kftrain.launch.kubernetes.client import Cluster
+    from kftrain.stages.runs import RunOverview
 
 namespace_option = click.option(
     "--namespace", "-n", default="", help="Namespace of the jobs; default: that of the kubeconfig's context."
@@ -57,6 +55,8 @@ def status_command(run: str, namespace: str, as_json: bool) -> None:
     config = _read_config(run)
     jobs = _find_jobs(config, namespace).describe(run)
     if not jobs and config is not None:
+        from kftrain.stages import runs
+
         overviews = [runs.read_run_overview(RunPaths(storage.absolute(run)))]
         echo(_to_json(overviews) if as_json else "\n".join(write_table(overviews)))
         return
@@ -227,6 +227,8 @@ def runs_command(
     runs. With --mlflow they are those of every experiment at tracking.uri (--config, or --set tracking.uri=URI): state
     and champion are as MLflow shows them, the step is the last one recorded.
     """
+    from kftrain.stages import resolve, runs
+
     if from_mlflow and storage_root:
         raise click.UsageError("MLflow lists the runs of every storage root: leave STORAGE_ROOT out, or --mlflow")
     config = resolve.anchor_paths(configuration.load(config_file, overrides), ".")
@@ -243,6 +245,8 @@ def runs_command(
 
 def write_table(overviews: list[RunOverview]) -> list[str]:
     """Write a line for each run below a line of headings, with the reason of a failure or of a step after it."""
+    from kftrain.report import wording
+
     rows = [HEADINGS, *(_list_cells(run) for run in overviews)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -252,6 +256,8 @@ def write_table(overviews: list[RunOverview]) -> list[str]:
 
 
 def _list_cells(run: RunOverview) -> tuple[str, ...]:
+    from kftrain.report import wording
+
     metric = f"{run.metric} {wording.format_number(run.value)}" if run.metric else ""
     version = "" if run.version is None else f"{run.model_name} {run.version}"
     return (

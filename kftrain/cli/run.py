@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from kftrain.cli import summary
 from kftrain.cli.options import config_options, resume_option
 from kftrain.client.console import echo
 from kftrain.client.local_run import EndedRun, load_run, run_here
@@ -52,6 +51,8 @@ def _build_command(config_file: tuple[str, ...], overrides: tuple[str, ...], wor
 
 def _conclude(ended: EndedRun) -> None:
     """Print the summary; exit with what stopped us, or with what the failed stage says."""
+    from kftrain.cli import summary
+
     if ended.error is None:
         echo("\n".join(summary.success_lines(ended.run_uri)))
         return

@@ -6,7 +6,6 @@ import json
 
 import click
 
-from kftrain import config as configuration
 from kftrain.cli.options import config_options, json_option
 from kftrain.client.console import echo
 
@@ -72,6 +71,7 @@ def adopt(uri: str, config_file: tuple[str, ...], overrides: tuple[str, ...], as
 
     URI: a .tar, a folder of them, or a pattern as shard-{000..012}.tar. Index and manifest go to the storage root.
     """
+    from kftrain import config as configuration
     from kftrain.data.shards import manifest
     from kftrain.sharding.adopted.adopting import adopt as adopt_shards
     from kftrain.stages import resolve
@@ -100,6 +100,7 @@ def train(
 
     Name the file in task.tokenizer.
     """
+    from kftrain import config as configuration
     from kftrain.stages.tokenizer import train_tokenizer
 
     trained = train_tokenizer(configuration.load(config_file, overrides), out, vocab_size)

@@ -162,7 +162,7 @@ def is_outage(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """Tell whether an exception says that this may not be done.
 
-    Where it was done before, that passes. Where it was done before, that passes.
+    Where it was done before, that passes.
 
     A HEAD is answered without a body: S3 says 400 then of a token that has expired.
     """

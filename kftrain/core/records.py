@@ -71,4 +71,4 @@ class NumberedRecords(Generic[RecordType]):
 def parse_number(uri: str) -> int:
     """Return n of a file `<n>.json`, wherever it lies; 0 for any other name."""
     stem = uri.rpartition("/")[2].removesuffix(".json")
-    return int(stem) if stem.isdigit() else 0
+    return int(stem) if stem.isdecimal() else 0

@@ -34,6 +34,9 @@ MAX_WAITING_CHARACTERS = 4 << 20
 
 NOTE = "[{} lines are only in the log files: nobody read them here]"
 
+MAX_BATCH_LINES = 256
+"""Number of waiting lines that a console writes at a time."""
+
 LOOK_SECONDS = 0.1
 """Seconds for which the reading thread may not notice that the processes have ended."""
 
@@ -215,12 +218,13 @@ class Console:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                lines, self._waiting = self._waiting, []
+                # Few at a time: while a slow reader takes all that waits, every new line would be left out.
+                lines, self._waiting = self._waiting[:MAX_BATCH_LINES], self._waiting[MAX_BATCH_LINES:]
             if not lines:
                 return
             self._write_lines(lines)  # without the lock: this may block for ever, and `show` must not
             with self._changed:
-                self._num_characters = sum(len(line) + 1 for line in self._waiting)
+                self._num_characters -= sum(len(line) + 1 for line in lines)
                 self._changed.notify_all()
 
     def _write_lines(self, lines: list[str]) -> None:

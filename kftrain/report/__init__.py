@@ -6,7 +6,7 @@ sections for `render_page`. HTML pages load nothing and run nothing; every text 
 class label or error message stays a label or a message. A page stays below 300 kB whatever the length of the training.
 """
 
-from kftrain.report.comparison import compose_comparison_page, describe_comparison
+from kftrain.report.comparison import comparison_html, compose_comparison_page, describe_comparison
 from kftrain.report.endings import describe_failure, describe_idle_run, describe_success
 from kftrain.report.evaluation import describe_evaluation
 from kftrain.report.markdown import render_markdown
@@ -18,6 +18,7 @@ from kftrain.report.shards import describe_shards
 from kftrain.report.training import describe_training
 
 __all__ = [
+    "comparison_html",
     "compose_comparison_page",
     "compose_run_page",
     "describe_comparison",

@@ -11,7 +11,7 @@ from kftrain.report.charts.interval import Guide, IntervalRow, draw_interval_cha
 from kftrain.report.charts.line import Series, compute_running_mean, draw_line_chart, thin_points
 from kftrain.report.content import Chart, Fact, ReportSection, Table
 from kftrain.report.evaluation import describe_direction
-from kftrain.report.page import Page
+from kftrain.report.page import Page, render_page
 from kftrain.report.versions import (
     ReportedVersion,
     VersionComparison,
@@ -462,6 +462,11 @@ def _split_interval(interval: Interval, signed: bool = False) -> tuple[str, str]
         return f"{'+' if signed and interval.value > 0 else ''}{wording.format_number(interval.value)}", ""
     value, edges = wording.format_interval(interval.value, interval.low, interval.high, signed)
     return value, f"({edges})"
+
+
+def comparison_html(comparison: VersionComparison, written: Sequence[Fact] = ()) -> str:
+    """Return the page of a comparison as HTML, as copies of examples/compare.ipynb from 0.2.0 ask for it."""
+    return render_page(compose_comparison_page(comparison, written))
 
 
 headline = write_headline  # its name in 0.2.0, which copies of examples/compare.ipynb import

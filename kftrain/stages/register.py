@@ -261,7 +261,7 @@ def _read_hashes(shards: RunShards, manifest: Manifest, split: str) -> np.ndarra
     """Read the hashes of a split's records, `[records]`. Raises DataError if its shards remember none."""
     listed = [shard for content in manifest.splits.values() for shard in content.shards]
     if not all(shard.folder.startswith("../parts/") for shard in listed):
-        raise DataError("adopted shards, and those of release 0.1, remember no records", where=shards.manifest_uri)
+        raise DataError("adopted shards remember no records", where=shards.manifest_uri)
     folders = {shard_uri(shards.manifest_uri, shard).rpartition("/")[0] for shard in listed}
     tables = np.concatenate([read_table(folder) for folder in folders])
     hashes: np.ndarray = tables[(tables[:, 2] == SPLITS.index(split)) & (tables[:, 1] != UNKNOWN), 1]

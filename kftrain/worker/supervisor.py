@@ -108,9 +108,8 @@ class Supervisor:
                 config = read_job_config(self._paths, self._node.digest)
                 complete = JOB_TASKS[self._node.task].is_complete(self._paths, config)
                 self._attempt = next_attempt(self._paths, self._node.task)  # now: its claim would change the answer
-            if (
-                complete
-            ):  # asked before any rendezvous: a pod that is started once more would wait for nodes that are gone
+            # Before any rendezvous: a pod that is started once more would wait for nodes that are gone.
+            if complete:
                 to_log("already complete: nothing to do")
                 return 0
             error = self._run_processes(config)

@@ -63,7 +63,10 @@ def make_linear_scale(
 
 
 def make_log_scale(values: Iterable[float], max_ticks: int = 5) -> Scale:
-    """Return a logarithmic axis: ticks at powers of ten, and at 2 and 5 times them if there is room. `max_ticks`: 3 or more."""
+    """Return a logarithmic axis: ticks at powers of ten, and at 2 and 5 times them if there is room.
+
+    `max_ticks`: 3 or more.
+    """
     positive = [v for v in values if v > 0] or [1.0]
     first, last = math.floor(_log10(min(positive))), math.ceil(_log10(max(positive)))
     last = max(last, first + 1)

@@ -11,7 +11,7 @@ from kftrain.models.transformer import Transformer
 
 
 def seven_tokens():
-    """Rows of `parity_oracle`, without the last token."""
+    """Rows of `helpers.parity.oracle`, without the last token."""
     return {"tokens": text_rows()["tokens"][:, :-1]}
 
 

@@ -31,7 +31,7 @@ class Job:
     data: object
     """A function: field -> all rows."""
     defect: object = contextlib.nullcontext
-    """Of `parity_defects`: what is broken meanwhile."""
+    """Of `helpers.parity.defects`: what is broken meanwhile."""
 
 
 @dataclass(frozen=True)
