@@ -602,13 +602,6 @@ MUTANTS = [
         "tests/unit/test_trust.py -k trusted_by_nobody_else",
     ),
     Mutant(
-        "the gate does not take the configuration of an older release",
-        "kftrain/stages/register.py",
-        "configuration.parse_kept(saved.to_yaml(), paths.config, overrides)",
-        "configuration.parse(saved.to_yaml(), overrides, where=paths.config)",
-        "tests/unit/stages/test_old_order.py -k decided_again",
-    ),
-    Mutant(
         "sums that are no columns of numbers are compared",
         "kftrain/registry/comparison.py",
         "if odd or len({",
