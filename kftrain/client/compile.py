@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from kftrain.errors import ConfigError
 
-QUANTITY = r"\d+(\.\d+)?(m|[kMGT]i?|Ki)?"
+QUANTITY = r"\d+(\.\d+)?(m|k|Ki|[MGT]i?)?"
 """Pattern of the quantities of Kubernetes that a launcher may ask for."""
 
 

@@ -1,1 +1,1 @@
-"""What every folder may use: storage, outages, plugins, progress, credentials. It imports `settings` at most."""
+"""Storage, outages, plugins, progress, credentials: every folder may use them; they import `settings` at most."""

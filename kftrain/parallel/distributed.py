@@ -61,7 +61,7 @@ class Distributed:
         self.after_backward: list[Callable[[], None]] = []
         """Work on the gradients of a step after its last backward pass, the last registered first. Collective."""
         self.agreements: list[Agreement] = []
-        """What transforms must know of all processes in each step."""
+        """Values that transforms must know of all processes in each step."""
         self.parts: dict[str, Part] = {}
         """Parts that a checkpoint must hold beside the model and the optimizer, by name."""
         self._is_last: bool | None = None

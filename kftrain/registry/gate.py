@@ -53,7 +53,7 @@ class Evidence:
     costs: Mapping[str, float] = field(default_factory=dict)
     """Name of a limit (`latency_seconds` …) -> the measured value; unmeasured ones are left out."""
     obstacle: str = ""
-    """The reason why `improvement` is missing although there is, or was, a champion; empty: there never was one."""
+    """The reason why `improvement` is missing although there is, or was, a champion; else empty."""
 
 
 @dataclass(frozen=True)

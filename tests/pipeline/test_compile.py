@@ -115,8 +115,9 @@ def test_what_a_launcher_asks_for_can_be_set(tmp_path):
         assert found[name]["resources"]["resourceMemoryRequest"] == "1Gi"
 
 
-def test_what_is_no_quantity_is_refused(tmp_path, capfd):
-    assert call("-o", f"{tmp_path}/p.yaml", "--launcher-memory", "lots") == 10
+@pytest.mark.parametrize("quantity", ["lots", "1ki", "1.5.2Gi"])
+def test_what_is_no_quantity_is_refused(tmp_path, capfd, quantity):
+    assert call("-o", f"{tmp_path}/p.yaml", "--launcher-memory", quantity) == 10
     assert "--launcher-memory" in capfd.readouterr().err
 
 
