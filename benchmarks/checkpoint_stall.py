@@ -63,7 +63,7 @@ def variants(state: dict[str, Any], folder: Path, world: World) -> dict[str, Cal
     """Name -> a function of the round that does what training waits for, and returns what waits for the rest."""
     paths = RunPaths.of(str(folder), "ours")
     if world.is_main:
-        attempts.claim(paths, 0, world.size)
+        attempts.claim_run(paths, 0, world.size)
     world.barrier()
     writer = CheckpointWriter(paths, world, Identity(1, "d", "t", {}), 1, 0)
     originals = local_tensors(state)

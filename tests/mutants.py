@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant(
         "a command that is told to stop keeps its turn",
         "kftrain/cli/__init__.py",
-        "with signals.handled(signals.STOP, _exit), outages",
+        "with signals.handle_signals(signals.STOP, _exit), outages",
         "with outages",
         "tests/unit/cli/test_schedule.py -k told_to_stop",
     ),
@@ -513,7 +513,7 @@ MUTANTS = [
     Mutant(
         "the other ranks are not asked to end",
         "kftrain/worker/agent.py",
-        "        _send(running, signal.SIGTERM)\n",
+        "        _signal_ranks(running, signal.SIGTERM)\n",
         "",
         "tests/unit/worker/test_agent.py --timeout 40",
     ),
@@ -1402,8 +1402,8 @@ MUTANTS = [
     Mutant(
         "the last checkpoint is exported although another one is the best",
         "kftrain/train/completing.py",
-        "in_order(finished.selection, _read_metric_by_step(finished), ",
-        "in_order(None, {}, ",
+        "order_steps(finished.selection, _read_metric_by_step(finished), ",
+        "order_steps(None, {}, ",
         "tests/unit/train/test_best_checkpoint.py",
     ),
     Mutant(

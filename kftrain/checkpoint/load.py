@@ -105,7 +105,7 @@ def load_into(state: State, uri: str, files: Mapping[str, FileEntry]) -> None:
 
 def _find_newest(paths: RunPaths, damaged: list[str]) -> str | None:
     """Return the URI of the newest committed checkpoint that is not known to be damaged; None if there is none."""
-    uris = (storage.join(paths.checkpoints, str(name)) for name in commit.committed(paths))
+    uris = (storage.join(paths.checkpoints, str(name)) for name in commit.list_committed(paths))
     return next((uri for uri in uris if uri not in damaged), None)
 
 
@@ -115,7 +115,7 @@ def _has_best(paths: RunPaths, manifest: CheckpointManifest) -> bool:
     A later best one took its place, and is now damaged.
     """
     best = manifest.selection
-    if best is None or best.value is None or any(name.step == best.step for name in commit.committed(paths)):
+    if best is None or best.value is None or any(name.step == best.step for name in commit.list_committed(paths)):
         return True
     to_log(f"warning: the best checkpoint, of step {best.step}, is gone: what is evaluated from here on counts")
     return False
@@ -157,7 +157,7 @@ def _find_lost(paths: RunPaths) -> dict[str, Any] | None:
     """
     if not any(CheckpointName.parse(name) for name in storage.list_names(paths.checkpoints)):
         return None
-    numbers = range(1, attempts.last_attempt(paths) + 1)
+    numbers = range(1, attempts.find_last_attempt(paths) + 1)
     step = max((documents.read(Claim, paths.attempt(number)).start_step for number in numbers), default=0)
     if step == 0:
         return None

@@ -250,7 +250,7 @@ class CheckpointWriter:
                 attempts.require_held(self._paths, name.attempt)
                 content = storage.dump_json(history)
                 storage.publish(storage.join(uri, commit.HISTORY), content)
-                files = {**files, commit.HISTORY: commit.entry_of_text(content)}
+                files = {**files, commit.HISTORY: commit.make_entry(content)}
                 commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
             self._tidy_up(name, history, manifest.selection)
         except Exception as error:  # noqa: BLE001 - the others wait for this answer, whatever went wrong
@@ -263,7 +263,7 @@ class CheckpointWriter:
             with storage.simplify_errors(self._paths.uri):
                 best_step = selection.step if selection else 0
                 # First: it makes room.
-                commit.retire(self._paths, self._keep_last, name.attempt, best_step, self.keep_every)
+                commit.retire_checkpoints(self._paths, self._keep_last, name.attempt, best_step, self.keep_every)
                 storage.publish_json(self._paths.history, history)
         except (OSError, RetryableError) as error:
             to_log(f"warning: after the commit of step {name.step}: {_in_words(error)}")

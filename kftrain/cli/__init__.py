@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     what it holds, such as the turn to change a schedule.
     """
     try:
-        with signals.handled(signals.STOP, _exit), outages.explain_disk_errors(""):
+        with signals.handle_signals(signals.STOP, _exit), outages.explain_disk_errors(""):
             code = cli.main(arguments, prog_name="kftrain", standalone_mode=False)
     except KftrainError as error:
         fail(error.line, error.exit_code)
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _exit(number: int, _frame: object) -> NoReturn:
-    sys.exit(signals.shell_code(-number))
+    sys.exit(signals.to_shell_code(-number))
 
 
 def fail(line: str, code: int) -> NoReturn:

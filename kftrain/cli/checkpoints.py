@@ -27,7 +27,7 @@ def checkpoints_command() -> None:
 def list_(run_uri: str, as_json: bool) -> None:
     """List the committed checkpoints of a run, newest first."""
     paths = RunPaths(storage.absolute(run_uri))
-    names = commit.committed(paths)
+    names = commit.list_committed(paths)
     if not names and not storage.exists(paths.uri):
         raise CheckpointError("there is no such run", where=paths.uri, fix="check the run's URI")
     rows = [_describe(storage.join(paths.checkpoints, str(name)), name) for name in names]
@@ -82,7 +82,7 @@ def _find_checkpoint(uri: str) -> str:
     absolute = storage.absolute(uri)
     if CheckpointName.parse(RunPaths(absolute).run_id) is not None:
         return absolute
-    names = commit.committed(RunPaths(absolute))
+    names = commit.list_committed(RunPaths(absolute))
     if not names:
         raise CheckpointError("no committed checkpoint", where=absolute, fix="is it a run's URI?")
     return storage.join(RunPaths(absolute).checkpoints, str(names[0]))

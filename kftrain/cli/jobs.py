@@ -146,9 +146,9 @@ def gc_command(dry_run: bool, tracking_uri: str, storage_root: str, host: str, n
     The pipeline run of a job has ended, or its launcher is gone. The pipeline run of an MLflow run was deleted.
     """
     from kftrain.launch.kubernetes import control
-    from kftrain.launch.kubernetes.kinds import all_kinds
+    from kftrain.launch.kubernetes.kinds import load_kinds
 
-    clusters = control.ClusterJobs(all_kinds(), namespace, _warn).clusters
+    clusters = control.ClusterJobs(load_kinds(), namespace, _warn).clusters
     garbage = control.collect_garbage(clusters, dry_run)
     for item in garbage:
         echo(f"{'would delete' if dry_run else 'deleted'} {item.job}: {item.why}")

@@ -26,7 +26,7 @@ def success_lines(run_uri: str) -> list[str]:
     run = CompletedRun.read(run_uri)
     _, manifest = read_dataset(paths)
     data = f"{manifest.source}: {describe_counts(manifest)} (dataset {wording.shorten_digest(manifest.dataset_digest)})"
-    baselines, chosen = run.evaluation.baselines, run.completion.chosen(run.config.train.steps)
+    baselines, chosen = run.evaluation.baselines, run.completion.explain_choice(run.config.train.steps)
     metrics = [_describe_metric(name, value, baselines.get(name, {})) for name, value in run.evaluation.metrics.items()]
     return [
         f"run {paths.run_id} is complete",

@@ -82,7 +82,7 @@ def run_here(config: Config, resume_run: str, folder: Path, command: str) -> End
     run_uri = RunPaths.of(config.run.storage_root, resume_run).uri if resume_run else ""
     with open_log(folder, config.run.name, _warn) as log, _write_arguments(config, resume_run) as temporary:
         situation = Situation(Place.LAPTOP, run_uri, command, str(log.path))
-        with open_display() as display, channel.opened(temporary) as messages:
+        with open_display() as display, channel.open_channel(temporary) as messages:
             output = PipelineOutput(display, log, messages)
             process = PipelineProcess(
                 OWN_PIPELINE, temporary / ARGUMENTS, temporary / "root", folder, situation.to_environment()
@@ -116,9 +116,9 @@ class PipelineOutput:
 
     def read_messages(self) -> None:
         """Read what the stages have told since the last time: which run it is, and why a stage failed."""
-        for kind, content in self._messages.messages():
+        for kind, content in self._messages.read_messages():
             if kind == channel.ERROR:
-                self.error = ErrorDocument.received(content)
+                self.error = ErrorDocument.salvage(content)
             else:
                 self.run_uri = content
                 self._display.line(f"run {RunPaths(self.run_uri).run_id} in {self.run_uri}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from kftrain.process import stage_lifetime
-from kftrain.process.signals import HANGUP, INTERRUPT, STOP, handled
+from kftrain.process.signals import HANGUP, INTERRUPT, STOP, handle_signals
 
 OWN_PIPELINE = "-"
 """SPEC that stands for our own pipeline."""
@@ -77,7 +77,7 @@ class PipelineProcess:
     def follow(self, on_line: Callable[[str], None]) -> int:
         """Hand over every line of output, newline included, until the pipeline ends; return its exit code."""
         assert self._process.stdout is not None
-        with handled((INTERRUPT, *STOP), self._stop):
+        with handle_signals((INTERRUPT, *STOP), self._stop):
             try:
                 for line in self._process.stdout:
                     on_line(line)
@@ -118,7 +118,7 @@ def main() -> None:
     """Run the pipeline as this process; an exception, hence exit code 1, where a task failed."""
     spec, arguments, root = sys.argv[1:]
     stage_lifetime.end_with_parent()
-    with handled((signal.SIGTERM, INTERRUPT), _note_stop):
+    with handle_signals((signal.SIGTERM, INTERRUPT), _note_stop):
         _keep_python3()
         run_spec(spec, json.loads(Path(arguments).read_text()), root)
 

@@ -43,7 +43,7 @@ from kftrain.run.documents import (
     Example,
     Performance,
     Unmeasured,
-    to_be_scored,
+    list_targets_to_score,
 )
 from kftrain.run.export import read_export_manifest
 from kftrain.run.paths import RunPaths
@@ -87,7 +87,9 @@ class _Data:
 def evaluate(paths: RunPaths, config: Config) -> None:
     """Score every requested export that has no metrics yet, and publish its metrics. Collective."""
     request = documents.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
-    if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in to_be_scored(paths, request)):
+    if all(
+        storage.exists(storage.join(target.output_uri, METRICS)) for target in list_targets_to_score(paths, request)
+    ):
         return  # a worker that was started again at the very end must not wait for peers that are done
     own_uri = read_shards(paths).manifest_uri
     torch.set_num_threads(config.evaluate.cpu_threads)
@@ -197,12 +199,18 @@ def _score(
     if empty is None or spread is None:
         return None
     task, settings = empty.task, config.evaluate
-    with liveness.resting():
+    with liveness.mark_resting():
         rows = expand_rows(dataset, task, world.gather_slowly, (world.rank, world.size))
     print(f"scores {share_of(rows.num_samples, settings.batch_size, spread.mesh)}")
-    with liveness.watched():
+    with liveness.mark_watched():
         scores = score(
-            spread.model, task, rows, spread.mesh, settings.batch_size, on_batch=liveness.goes_on, with_tallies=True
+            spread.model,
+            task,
+            rows,
+            spread.mesh,
+            settings.batch_size,
+            on_batch=liveness.note_progress,
+            with_tallies=True,
         )
     if scores is None:
         if spread.is_shared:

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from kftrain.launch.jobs import run_evaluation, run_training
     from kftrain.launch.kubernetes.ownership import is_pipeline_pod
     from kftrain.launch.kubernetes.workflow import (
+        build_pipeline_tags,
         explain_pipeline_run,
+        find_pipeline_place,
         is_pipeline_over,
-        pipeline_place,
-        pipeline_tags,
     )
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "run_training",
     "is_pipeline_pod",
     "explain_pipeline_run",
-    "pipeline_tags",
-    "pipeline_place",
+    "build_pipeline_tags",
+    "find_pipeline_place",
     "is_pipeline_over",
 ]
 
@@ -38,8 +38,8 @@ __getattr__ = attributes(
         "run_training": "kftrain.launch.jobs",
         "is_pipeline_pod": "kftrain.launch.kubernetes.ownership",
         "explain_pipeline_run": "kftrain.launch.kubernetes.workflow",
-        "pipeline_tags": "kftrain.launch.kubernetes.workflow",
-        "pipeline_place": "kftrain.launch.kubernetes.workflow",
+        "build_pipeline_tags": "kftrain.launch.kubernetes.workflow",
+        "find_pipeline_place": "kftrain.launch.kubernetes.workflow",
         "is_pipeline_over": "kftrain.launch.kubernetes.workflow",
     },
 )

@@ -48,23 +48,18 @@ class Jobs(Protocol):
 
     def describe(self, run: str) -> list[JobStatus]:
         """Return the status of a run's jobs; with an empty `run`, of the jobs of all runs."""
-        ...
 
     def cancel(self, run: str) -> list[str]:
         """End the jobs of a run after a commit, and wait until they are gone; return their names."""
-        ...
 
     def suspend(self, run: str) -> list[str]:
         """Take the pods of a run's jobs away after a commit, until `unsuspend`; return the jobs' names."""
-        ...
 
     def unsuspend(self, run: str) -> list[str]:
         """Let the suspended jobs of a run go on; return their names."""
-        ...
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write the lines that the workers have printed; with `follow`, until the job has ended."""
-        ...
 
 
 class Launcher(Jobs, Protocol):
@@ -72,18 +67,15 @@ class Launcher(Jobs, Protocol):
 
     def check(self) -> None:
         """Raise LaunchError if such jobs cannot be created from here."""
-        ...
 
     def build(self, spec: JobSpec) -> Request:
         """Return at least the request that `run` would make. Pure. Raises LaunchError if the backend cannot run it."""
-        ...
 
     def prepare(self, spec: JobSpec) -> None:
         """Get ready, in the background, to `run` a job of this task, where that saves time.
 
         The environment of the job may still change. `close` undoes the preparation.
         """
-        ...
 
     def run(self, spec: JobSpec) -> int:
         """Start the job, stream its output to stdout, and return its exit code when all its processes are gone.
@@ -91,33 +83,29 @@ class Launcher(Jobs, Protocol):
         Blocks. May be called again for the same job after a failure: the new attempt goes on from the last commit.
         SIGTERM and SIGINT reach the job as SIGTERM, and the call still returns only when it has ended.
         """
-        ...
 
     @property
     def interrupted(self) -> bool:
         """True once this process was told to stop, so that the caller makes no further attempt."""
-        ...
 
     def close(self) -> None:
         """Let go of everything that is kept for another attempt: there will be none."""
-        ...
 
     def clean(self, paths: RunPaths, job_id: str) -> list[str]:
         """Remove everything that jobs of a run have left behind; return a name for each. Raises LaunchError.
 
         `job_id` is Kubeflow's id of the pipeline run that ends; another one may be at work on the same run.
         """
-        ...
 
 
 def build_launcher(config: Config) -> Launcher:
     """Build the launcher of `launch.backend`, without a connection. Raises LaunchError if it cannot run such jobs."""
     backend = BACKENDS[config.launch.backend]
     if backend.has_pods:
-        from kftrain.launch.kubernetes.kinds import kind_of
+        from kftrain.launch.kubernetes.kinds import load_kind
         from kftrain.launch.kubernetes.launcher import ClusterLauncher
 
-        return ClusterLauncher(config, kind_of(config.launch.backend))
+        return ClusterLauncher(config, load_kind(config.launch.backend))
     launcher: Launcher = importlib.import_module(backend.module).build_launcher(config)
     return launcher
 
@@ -133,12 +121,12 @@ def find_jobs(config: Config | None, namespace: str = "", warn: Progress = to_lo
     if config is not None and not config.launch.has_pods:
         return build_launcher(config)
     from kftrain.launch.kubernetes.control import ClusterJobs
-    from kftrain.launch.kubernetes.kinds import all_kinds, kind_of
+    from kftrain.launch.kubernetes.kinds import load_kind, load_kinds
 
     if config is None:
-        return ClusterJobs(all_kinds(), namespace, warn)
+        return ClusterJobs(load_kinds(), namespace, warn)
     launch = config.launch
-    return ClusterJobs([kind_of(launch.backend)], namespace or launch.kubernetes.namespace, warn)
+    return ClusterJobs([load_kind(launch.backend)], namespace or launch.kubernetes.namespace, warn)
 
 
 def require_remote_jobs(config: Config, who: str) -> None:

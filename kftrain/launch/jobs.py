@@ -74,7 +74,7 @@ def run_evaluation(
 def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launcher) -> None:
     """Run attempts of a job until one succeeds, is stopped, fails for good, or the restart budget is spent."""
     keep_job_config(paths, config)
-    standing = read_standing(paths, since=attempts.last_attempt(paths))
+    standing = read_standing(paths, since=attempts.find_last_attempt(paths))
     budget = RestartBudget(
         config.launch.max_restarts_without_progress, step=standing.step, first_attempt=standing.last_attempt
     )
@@ -83,10 +83,10 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
         code = launcher.run(spec)
         if code == 0:
             return
-        error = _error_of(spec, paths, code)
+        error = _find_error(spec, paths, code)
         if launcher.interrupted or code < FIRST_RETRYABLE_CODE:
             raise error
-        budget = budget.after(read_standing(paths, budget.first_attempt), [WorkerEnd(0, code)])
+        budget = budget.advance(read_standing(paths, budget.first_attempt), [WorkerEnd(0, code)])
         if budget.is_spent:
             kind = StorageError if isinstance(error, StorageError) else LaunchError
             raise kind(
@@ -97,7 +97,7 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
         to_log(f"attempt failed, trying again from the last checkpoint: {error.line}")
 
 
-def _error_of(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:
+def _find_error(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:
     """Return the error of a failed attempt: the one in `error.json`, or one that its exit code alone tells."""
     if code == FencedError.exit_code:  # error.json is that of the launch that holds the run
         return FencedError(FencedError.BY_ATTEMPT, where=spec.run_uri)

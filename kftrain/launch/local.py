@@ -21,17 +21,17 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError
 from kftrain.launch.base import JobStatus, Request
-from kftrain.launch.role_processes import RoleProcesses, root_cause
+from kftrain.launch.role_processes import RoleProcesses, find_root_cause
 from kftrain.launch.spec import NODE_RANK_ENV, JobSpec
 from kftrain.process import presence
 from kftrain.process.kept import KeptProcess
-from kftrain.process.presence import Present
-from kftrain.process.signals import INTERRUPT, STOP, handled, shell_code
+from kftrain.process.presence import WorkingProcess
+from kftrain.process.signals import INTERRUPT, STOP, handle_signals, to_shell_code
 from kftrain.run import commit
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.error import read_error
 from kftrain.run.job_tasks import find_job_task
-from kftrain.run.logs import last_logs_uri, logs_uri, next_attempt, publish_log
+from kftrain.run.logs import build_logs_uri, find_last_logs, next_attempt, publish_log
 from kftrain.run.paths import RunPaths
 
 GOING_SECONDS = 600.0
@@ -70,17 +70,20 @@ class LocalLauncher:
         content: dict[str, Any] = {"command": command, "environment": spec.environment}
         if others:
             content["others"] = [{"command": line, "environment": environment} for line, environment in others]
-        lines = [*(f"{_shell_line(*other)} &\n" for other in others), f"{_shell_line(command, spec.environment)}\n"]
+        lines = [
+            *(f"{_format_line(*other)} &\n" for other in others),
+            f"{_format_line(command, spec.environment)}\n",
+        ]
         return Request(content, "".join(lines))
 
     def prepare(self, spec: JobSpec) -> None:
         """Start the child that will run the job and let it import the libraries: see `Launcher.prepare`."""
-        self._child_for(spec).prepare({**os.environ, **spec.environment})
+        self._get_child(spec).prepare({**os.environ, **spec.environment})
 
     def run(self, spec: JobSpec) -> int:
         """Run one attempt in the child, visible to `kftrain status`: see `Launcher.run`."""
         _require_one_worker_node(spec)
-        with handled((INTERRUPT, *STOP), self._on_signal), presence.shown(spec.run_uri, spec.task):
+        with handle_signals((INTERRUPT, *STOP), self._on_signal), presence.show_process(spec.run_uri, spec.task):
             return self._run(spec)
 
     def close(self) -> None:
@@ -95,7 +98,7 @@ class LocalLauncher:
 
     def describe(self, run: str) -> list[JobStatus]:
         """Return the status of the run's jobs on this machine: see `Jobs.describe`."""
-        return [_status(job) for job in _find_jobs(run)]
+        return [_make_status(job) for job in _find_jobs(run)]
 
     def cancel(self, run: str) -> list[str]:
         """Tell the run's launchers on this machine to stop, and wait until they are gone: see `Jobs.cancel`."""
@@ -108,17 +111,17 @@ class LocalLauncher:
         deadline = time.monotonic() + GOING_SECONDS
         while any(job.is_there() for job in jobs):
             if time.monotonic() > deadline:
-                raise LaunchError("the job was told to stop, and does not", where=_name(jobs[0]), fix="kill it")
+                raise LaunchError("the job was told to stop, and does not", where=_format_name(jobs[0]), fix="kill it")
             time.sleep(POLL_SECONDS)
-        return [_name(job) for job in jobs]
+        return [_format_name(job) for job in jobs]
 
     def suspend(self, run: str) -> list[str]:
         """Raise LaunchError: processes cannot give up their machine and come back."""
-        raise _no_suspension(run)
+        raise _make_suspension_error(run)
 
     def unsuspend(self, run: str) -> list[str]:
         """Raise LaunchError: no job of this machine was ever suspended."""
-        raise _no_suspension(run)
+        raise _make_suspension_error(run)
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write the logs of the last attempt. They are there once it has ended; until then its terminal shows them."""
@@ -128,7 +131,7 @@ class LocalLauncher:
                     "the job is at work, and its output is where it was started", where=run, fix="wait for it: --follow"
                 )
             time.sleep(POLL_SECONDS)
-        folder = last_logs_uri(RunPaths(run), task)
+        folder = find_last_logs(RunPaths(run), task)
         names = sorted(storage.list_names(folder), key=lambda name: (len(name), name))
         if not names:
             raise LaunchError("this run has no logs of such a job", where=run, value=task)
@@ -144,11 +147,11 @@ class LocalLauncher:
         return code
 
     def _run_workers(self, spec: JobSpec, others: RoleProcesses | None = None) -> int:
-        child = self._child_for(spec)
+        child = self._get_child(spec)
         child.start({**os.environ, **spec.environment})
         if self.interrupted or (others is not None and others.has_failed):  # before there was anybody to tell
             child.terminate()
-        return shell_code(child.wait())
+        return to_shell_code(child.wait())
 
     def _run_roles(self, spec: JobSpec) -> int:
         """Run all roles of the job; return the exit code of the workers, or of the node whose failure ended them."""
@@ -157,22 +160,22 @@ class LocalLauncher:
         with best_effort("the attempt is not known"):
             attempt = next_attempt(paths, spec.task)  # now: its claim would change the answer
         with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
-            child = self._child_for(spec)
+            child = self._get_child(spec)
             child.prepare(environment)
             with RoleProcesses(COMMAND, spec.others, environment, Path(folder), child.terminate) as others:
                 code = self._run_workers(spec, others)
-                failures = others.failures() if code and not self.interrupted else []
+                failures = others.wait_for_failures() if code and not self.interrupted else []
             with best_effort("why the job failed could not be written", REPORT_SECONDS):
-                failure = root_cause(failures, read_error(paths.error)) if failures else None
+                failure = find_root_cause(failures, read_error(paths.error)) if failures else None
                 if failure is not None:
                     error = others.explain(failure, spec.task, attempt)
                     storage.publish_json(paths.error, error.to_dict())
                     code = error.exit_code
             for path in others.logs.values():
-                publish_log(path, storage.join(logs_uri(paths, spec.task, attempt), path.name))
+                publish_log(path, storage.join(build_logs_uri(paths, spec.task, attempt), path.name))
         return code
 
-    def _child_for(self, spec: JobSpec) -> KeptProcess:
+    def _get_child(self, spec: JobSpec) -> KeptProcess:
         """Return the child that is kept for this command; end one that was kept for another command."""
         command = [*COMMAND, *spec.workers.arguments]
         if self._child is None or command != self._command:
@@ -208,26 +211,26 @@ def _require_one_worker_node(spec: JobSpec) -> None:
         )
 
 
-def _shell_line(command: list[str], environment: Mapping[str, str]) -> str:
+def _format_line(command: list[str], environment: Mapping[str, str]) -> str:
     variables = (f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items()))
     return " ".join([*variables, shlex.join(command)])
 
 
-def _find_jobs(run: str) -> list[Present]:
-    return presence.find(storage.absolute(run) if run else "")
+def _find_jobs(run: str) -> list[WorkingProcess]:
+    return presence.find_processes(storage.absolute(run) if run else "")
 
 
-def _name(job: Present) -> str:
+def _format_name(job: WorkingProcess) -> str:
     return f"{RunPaths(job.subject).run_id}-{job.task} (process {job.process_id})"
 
 
-def _status(job: Present) -> JobStatus:
+def _make_status(job: WorkingProcess) -> JobStatus:
     paths = RunPaths(job.subject)
-    step = commit.last_step(paths)
+    step = commit.find_last_step(paths)
     return JobStatus(
         run=paths.run_id,
         task=job.task,
-        job=_name(job),
+        job=_format_name(job),
         state=find_job_task(job.task).state,
         reason="",
         progress=f"step {step} is committed" if step else "",
@@ -236,7 +239,7 @@ def _status(job: Present) -> JobStatus:
     )
 
 
-def _no_suspension(run: str) -> LaunchError:
+def _make_suspension_error(run: str) -> LaunchError:
     return LaunchError(
         "a job of this machine cannot be suspended",
         where=run,

@@ -19,7 +19,7 @@ from kftrain.errors import DataError, LostPeerError, Preempted, is_error_documen
 from kftrain.launch.spec import ERROR_FILE_ENV, NODE_RANK_ENV, Role
 from kftrain.process.output import Output
 from kftrain.process.parent_death import bind_command
-from kftrain.process.signals import named_end, shell_code
+from kftrain.process.signals import describe_end, to_shell_code
 from kftrain.run.error import ErrorDocument
 
 GRACE_SECONDS = 30.0
@@ -46,7 +46,7 @@ class RoleFailure:
     """Return code of `subprocess`: -N for death by signal N."""
 
 
-def root_cause(failures: Sequence[RoleFailure], left: ErrorDocument | None) -> RoleFailure | None:
+def find_root_cause(failures: Sequence[RoleFailure], left: ErrorDocument | None) -> RoleFailure | None:
     """Return the node whose failure ended the job; None where the workers' own error is the cause.
 
     Args:
@@ -111,7 +111,7 @@ class RoleProcesses:
         """True once a node has failed."""
         return self._has_failed.is_set()
 
-    def failures(self) -> list[RoleFailure]:
+    def wait_for_failures(self) -> list[RoleFailure]:
         """Return the nodes that failed, for workers that have failed: waits a moment for a node that is just ending."""
         self._has_failed.wait(SAME_TIME_SECONDS)
         return list(self._failures)
@@ -122,11 +122,11 @@ class RoleProcesses:
         with contextlib.suppress(DataError, OSError):  # it was killed while it wrote
             left = storage.read_json_if_exists(str(self._error_file(failure.place)))
         if not is_error_document(left):
-            line = f"{failure.place} ended by {named_end(failure.returncode)} without a word"
-            left = {"kind": "", "exit_code": shell_code(failure.returncode), "line": line}
+            line = f"{failure.place} ended by {describe_end(failure.returncode)} without a word"
+            left = {"kind": "", "exit_code": to_shell_code(failure.returncode), "line": line}
         where = {"node": socket.gethostname(), "node_rank": failure.node_rank, "stage": task, "attempt": attempt}
-        tail = _tail(self.logs[failure.place])
-        return ErrorDocument.received({**left, **where, "last_lines": tail, "time": time.time()})
+        tail = _read_tail(self.logs[failure.place])
+        return ErrorDocument.salvage({**left, **where, "last_lines": tail, "time": time.time()})
 
     def _start(self, number: int, place: str) -> None:
         role, node_rank = self._nodes[place]
@@ -169,7 +169,7 @@ class RoleProcesses:
         return self._folder / f"{place}.error.json"
 
 
-def _tail(log: Path) -> list[str]:
+def _read_tail(log: Path) -> list[str]:
     """Return the last lines of a log, read from its end; none if it cannot be read."""
     with contextlib.suppress(OSError), log.open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))

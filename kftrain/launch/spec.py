@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.process.machine import NODE_NAME_ENV as NODE_NAME_ENV
-from kftrain.process.machine import num_local_gpus
+from kftrain.process.machine import count_local_gpus
 from kftrain.run.job_tasks import JobTask
 from kftrain.run.paths import RunPaths
 
@@ -62,7 +62,7 @@ class JobSpec:
     """A job of a run as data: its roles and their commands."""
 
     task: str
-    """Name of its JobTask."""
+    """Name of the work that the job does, a key of `JOB_TASKS`."""
     run_uri: str
     config_digest: str
     """Digest of the run's config.yaml; a worker refuses to work on any other."""
@@ -98,7 +98,7 @@ class JobSpec:
 def make_job(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str = "") -> JobSpec:
     """Describe a job of a run; rank 0 logs to `mlflow_run_id`, if there is one and the task is tracked."""
     run_uri, digest = storage.absolute(paths.uri), config.digest()
-    num_processes, num_nodes = processes_per_node(config), config.launch.nodes
+    num_processes, num_nodes = count_processes_per_node(config), config.launch.nodes
     job = ("worker", "--task", task.name, "--run-uri", run_uri, "--digest", digest)
     size = ("--processes", str(num_processes), "--nodes", str(num_nodes))
     tracking = {MLFLOW_RUN_ID_ENV: mlflow_run_id} if mlflow_run_id and task.is_tracked else {}
@@ -111,10 +111,10 @@ def make_job(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str 
     )
 
 
-def processes_per_node(config: Config) -> int:
+def count_processes_per_node(config: Config) -> int:
     """Return the number of processes per node; `auto` is one per GPU, or 2 without any."""
     configured = config.launch.processes_per_node
     if configured != "auto":
         return configured
-    num_gpus = config.launch.gpus_per_node if config.launch.is_remote else num_local_gpus()
+    num_gpus = config.launch.gpus_per_node if config.launch.is_remote else count_local_gpus()
     return num_gpus or DEFAULT_CPU_PROCESSES

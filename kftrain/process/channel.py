@@ -43,7 +43,7 @@ class Channel:
         self._path = path
         self._position = 0
 
-    def messages(self) -> Iterator[tuple[str, Any]]:
+    def read_messages(self) -> Iterator[tuple[str, Any]]:
         """Yield the messages that came since the last call as (kind, content); pass over lines that are none."""
         with self._path.open("rb") as stream:
             stream.seek(self._position)
@@ -58,7 +58,7 @@ class Channel:
 
 
 @contextlib.contextmanager
-def opened(folder: Path) -> Iterator[Channel]:
+def open_channel(folder: Path) -> Iterator[Channel]:
     """Open a channel for the processes that this one starts in the block: their environment names it."""
     path = folder / "channel"
     path.touch(mode=0o600)

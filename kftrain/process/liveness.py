@@ -95,11 +95,11 @@ class Liveness:
                 this one stands, which takes a moment.
         """
         folder = os.environ.get(LIVENESS_ENV)
-        before = _statuses()
+        before = _read_statuses()
         in_background()
         # Only what has begun counts: another group's operation may be noted as ended just now, on one process alone.
         self._background = frozenset(
-            key for key, (begun, _) in _statuses().items() if begun != before.get(key, (-1, -1))[0]
+            key for key, (begun, _) in _read_statuses().items() if begun != before.get(key, (-1, -1))[0]
         )
         self._watched = False
         self._watched_at = 0.0
@@ -113,15 +113,15 @@ class Liveness:
             self._map = _map_file(Path(folder) / os.environ["LOCAL_RANK"])
             threading.Thread(target=self._run, daemon=True, name="liveness").start()
 
-    def watched(self) -> contextlib.AbstractContextManager[None]:
+    def mark_watched(self) -> contextlib.AbstractContextManager[None]:
         """Mark a block in which the process has to make progress."""
         return self._set_within(True)
 
-    def resting(self) -> contextlib.AbstractContextManager[None]:
+    def mark_resting(self) -> contextlib.AbstractContextManager[None]:
         """Mark a part of a `watched` block that may take as long as it takes."""
         return self._set_within(False)
 
-    def goes_on(self) -> None:
+    def note_progress(self) -> None:
         """Say that the process has made progress, where no collective operation shows it."""
         with self._lock:
             self._watched_at = time.monotonic()
@@ -153,15 +153,15 @@ class Liveness:
         if self._map is None:
             return
         with self._lock:
-            now = beat(self._last, _statuses(), self._background, self._watched, self._watched_at)
+            now = compute_beat(self._last, _read_statuses(), self._background, self._watched, self._watched_at)
             if now.watched and now.alive_at - now.progress_at >= self._still_seconds:
-                # Asked once per stand, as this takes torch a moment; `beat` leaves the name out, so `_last` keeps it.
-                now = replace(now, operation=self._last.operation or last_operation(self._background))
+                # Asked once per stand, as this takes torch a moment; a new beat has no name, so `_last` keeps it.
+                now = replace(now, operation=self._last.operation or find_last_operation(self._background))
             self._last = now
             self._map[:SIZE_BYTES] = now.pack()
 
 
-def beat(last: Beat, statuses: Statuses, background: Collection[str], watched: bool, watched_at: float) -> Beat:
+def compute_beat(last: Beat, statuses: Statuses, background: Collection[str], watched: bool, watched_at: float) -> Beat:
     """Compute the beat to write after `last`; groups whose keys are in `background` do not count."""
     now = time.monotonic()
     counts = [numbers for key, numbers in statuses.items() if key not in background]
@@ -178,7 +178,7 @@ def beat(last: Beat, statuses: Statuses, background: Collection[str], watched: b
     )
 
 
-def last_operation(background: Collection[str]) -> str:
+def find_last_operation(background: Collection[str]) -> str:
     """Find the name of the collective operation that was begun last, in groups other than these; empty if unknown."""
     from torch._C import _distributed_c10d
 
@@ -193,7 +193,7 @@ def last_operation(background: Collection[str]) -> str:
     return ""
 
 
-def read(path: Path) -> Beat:
+def read_beat(path: Path) -> Beat:
     """Read the beat of a process; for one that has not begun, a beat that is not watched."""
     try:
         return Beat.unpack(path.read_bytes())
@@ -208,7 +208,7 @@ def _map_file(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), SIZE_BYTES)
 
 
-def _statuses() -> Statuses:
+def _read_statuses() -> Statuses:
     """Read the numbers of the last operations that each group has begun and ended.
 
     torch's dumps are no public interface: a form that is not understood is not counted.

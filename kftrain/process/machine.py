@@ -15,7 +15,7 @@ RACK_ENV = "KFTRAIN_RACK"
 """Variable with the rack of that machine, or whatever else its neighbours in the network have in common."""
 
 
-def num_local_gpus() -> int:
+def count_local_gpus() -> int:
     """Count the NVIDIA GPUs that this process may use, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

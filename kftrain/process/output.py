@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kftrain.core.printable import printable
 from kftrain.core.progress import to_log
-from kftrain.run.log_size import MAX_LOG_BYTES, shortened
+from kftrain.run.log_size import MAX_LOG_BYTES, shorten_log
 
 OUTPUT_ENV = "KFTRAIN_OUTPUT_FOLDER"
 """Variable with the folder of the pipes, each called by its process's local rank."""
@@ -47,7 +47,7 @@ PIPE_BYTES = 1 << 16
 """Bytes that a pipe holds, where the system does not say it."""
 
 
-def redirect() -> None:
+def redirect_output() -> None:
     """Send everything that this process prints, from Python and from C, into its pipe, if somebody reads one."""
     folder = os.environ.get(OUTPUT_ENV)
     if not folder:
@@ -105,7 +105,7 @@ class Output:
     def _run(self) -> None:
         while not self._ended.is_set():
             for key, _ in self._selector.select(LOOK_SECONDS):
-                key.data.read()
+                key.data.read_some()
         for source in self._sources:
             source.drain()
 
@@ -127,9 +127,9 @@ class _Source:
         left = fcntl.fcntl(self.pipe, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else PIPE_BYTES
         with contextlib.suppress(BlockingIOError):
             while left > 0:
-                left -= self.read()
+                left -= self.read_some()
 
-    def read(self) -> int:
+    def read_some(self) -> int:
         """Take some bytes from the pipe; return their number. Raises BlockingIOError where there are none."""
         data = os.read(self.pipe, READ_BYTES)
         self._log.write(data)
@@ -251,7 +251,7 @@ class _Log:
             self._stream.write(data)
             self._size += len(data)
             if self._size > MAX_LOG_BYTES:
-                self._shorten()
+                self._cut_middle()
         except OSError as error:
             self._broken = True
             to_log(f"warning: {self._path.name} ends here: {error}")
@@ -259,9 +259,9 @@ class _Log:
     def close(self) -> None:
         self._stream.close()
 
-    def _shorten(self) -> None:
+    def _cut_middle(self) -> None:
         self._stream.seek(0)
-        kept = shortened(self._stream.read())
+        kept = shorten_log(self._stream.read())
         self._stream.seek(0)
         self._stream.truncate()
         self._stream.write(kept)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Present:
+class WorkingProcess:
     """A process that works on something, as its file describes it."""
 
     subject: str
@@ -32,7 +32,7 @@ class Present:
 
     def is_there(self) -> bool:
         """Tell whether the process still works on that."""
-        return _read(_folder() / f"{self.process_id}.json") == self
+        return _read_file(_make_folder() / f"{self.process_id}.json") == self
 
     def terminate(self) -> None:
         """Send the process SIGTERM, unless it has gone."""
@@ -42,9 +42,9 @@ class Present:
 
 
 @contextlib.contextmanager
-def shown(subject: str, task: str) -> Iterator[None]:
+def show_process(subject: str, task: str) -> Iterator[None]:
     """Let others find this process during the block; where no file can be written, they do not, and that is all."""
-    path = _folder() / f"{os.getpid()}.json"
+    path = _make_folder() / f"{os.getpid()}.json"
     try:
         stream = path.with_suffix(".new").open("w")
     except OSError:
@@ -52,7 +52,7 @@ def shown(subject: str, task: str) -> Iterator[None]:
         return
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        json.dump(asdict(Present(subject, task, os.getpid(), time.time())), stream)
+        json.dump(asdict(WorkingProcess(subject, task, os.getpid(), time.time())), stream)
         stream.flush()
         os.replace(stream.name, path)  # only now: who finds it without a lock takes it for one that was left behind
         try:
@@ -61,25 +61,27 @@ def shown(subject: str, task: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def find(subject: str = "") -> list[Present]:
+def find_processes(subject: str = "") -> list[WorkingProcess]:
     """Find the processes that work on a subject, or on anything, in the order in which they began."""
-    everyone = [present for path in _folder().glob("*.json") if (present := _read(path)) is not None]
-    return sorted((one for one in everyone if subject in ("", one.subject)), key=lambda one: one.since)
+    processes = [process for path in _make_folder().glob("*.json") if (process := _read_file(path)) is not None]
+    return sorted(
+        (process for process in processes if subject in ("", process.subject)), key=lambda process: process.since
+    )
 
 
-def _read(path: Path) -> Present | None:
+def _read_file(path: Path) -> WorkingProcess | None:
     """Read a process's file; where the lock can be had, the process has gone: remove the file and return None."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         with path.open() as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return Present(**json.load(stream))
+                return WorkingProcess(**json.load(stream))
         path.unlink()
     return None
 
 
-def _folder() -> Path:
+def _make_folder() -> Path:
     """Return this user's own folder on this machine; one that somebody else made, or a link, is as good as none."""
     folder = Path(tempfile.gettempdir()) / f"kftrain-{os.getuid()}"
     with contextlib.suppress(OSError):

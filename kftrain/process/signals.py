@@ -21,7 +21,7 @@ Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 @contextlib.contextmanager
-def handled(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
+def handle_signals(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
     """Let `handler` answer the signals during the block; afterwards the former handlers do again.
 
     - In another thread than the main one nothing happens: Python lets only the main thread set handlers, and a stage
@@ -47,12 +47,12 @@ def handled(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
             signal.signal(number, former)
 
 
-def shell_code(returncode: int) -> int:
+def to_shell_code(returncode: int) -> int:
     """Convert a return code of `subprocess` into a shell's: death by signal N is 128 + N."""
     return 128 - returncode if returncode < 0 else returncode
 
 
-def named_end(returncode: int) -> str:
+def describe_end(returncode: int) -> str:
     """Describe the end of a process: `SIGKILL`, or `exit code 3`."""
     if returncode >= 0:
         return f"exit code {returncode}"

@@ -37,27 +37,27 @@ def end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def signals_as_errors() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """Run a block in which SIGTERM or SIGHUP raises Preempted, Ctrl-C InterruptedByUser, so that a stage can say so.
 
     A block that starts after the stop was asked for does not run at all.
     """
     if os.environ.get(STOP_VARIABLE):
-        raise stopped()
-    with signals.handled(signals.STOP, _raise_stopped):
+        raise make_stop_error()
+    with signals.handle_signals(signals.STOP, _raise_stopped):
         try:
             yield
         except KeyboardInterrupt as interrupt:
             raise InterruptedByUser("interrupted") from interrupt
 
 
-def stopped() -> KftrainError:
+def make_stop_error() -> KftrainError:
     """Build the error that a stage ends with when it is asked to stop."""
     return Preempted("stopped by a signal", fix="resume the run")
 
 
 def _raise_stopped(_signal: int, _frame: FrameType | None) -> None:
-    raise stopped()
+    raise make_stop_error()
 
 
 def _kill_group_after(process_id: int) -> None:

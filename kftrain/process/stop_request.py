@@ -23,12 +23,12 @@ class StopRequest:
         self.requested = False
 
     @contextlib.contextmanager
-    def on_sigterm(self) -> Iterator[StopRequest]:
+    def note_sigterm(self) -> Iterator[StopRequest]:
         """Run a block in which SIGTERM sets `requested` and SIGINT is ignored: whoever started the job answers it."""
         _leave_forks_alone()
         with (
-            signals.handled([signal.SIGTERM], self._note),
-            signals.handled([signals.INTERRUPT], signal.SIG_IGN),
+            signals.handle_signals([signal.SIGTERM], self._note),
+            signals.handle_signals([signals.INTERRUPT], signal.SIG_IGN),
         ):
             yield self
 

@@ -9,7 +9,7 @@ STORE_ENV = "KFTRAIN_STORE_DESCRIPTOR"
 """Variable with the descriptor of the socket."""
 
 
-def listen(num_processes: int) -> socket.socket:
+def open_listener(num_processes: int) -> socket.socket:
     """Open the socket on a free port of this machine, before rank 0 starts, with room for so many processes."""
     return socket.create_server(("127.0.0.1", 0), backlog=max(128, num_processes))
 

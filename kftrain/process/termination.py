@@ -19,7 +19,7 @@ _SIGN = re.compile(r"(?:\w+: )?(?:Error )?(?:\(exit code \d+\): )?kftrain exit c
 
 
 @dataclass(frozen=True)
-class Said:
+class TerminationMessage:
     """The end of a process as its message tells it."""
 
     exit_code: int
@@ -31,7 +31,7 @@ class Said:
 def leave_message(line: str, exit_code: int, kind: str = "") -> None:
     """Make `line`, cut to TERMINATION_BYTES, the message of this pod; elsewhere nothing happens.
 
-    The exit code and the error's type stand before it, for `said_in`: readers decide by those, never by words.
+    The exit code and the error's type stand before it, for `parse_message`: readers decide by those, never by words.
     """
     if os.access(TERMINATION_LOG, os.W_OK):
         text = f"kftrain exit code {exit_code}{f' ({kind})' if kind else ''}: {line}"
@@ -39,7 +39,7 @@ def leave_message(line: str, exit_code: int, kind: str = "") -> None:
             stream.write(text.encode()[:TERMINATION_BYTES].decode(errors="ignore"))
 
 
-def said_in(message: str) -> Said | None:
+def parse_message(message: str) -> TerminationMessage | None:
     """Parse a pod's message, or Argo's about a step; None where the process could not leave one."""
     match = _SIGN.match(message)
-    return Said(int(match[1]), match[2] or "", message[match.end() :]) if match else None
+    return TerminationMessage(int(match[1]), match[2] or "", message[match.end() :]) if match else None

@@ -129,7 +129,7 @@ def _describe_run(config: Config, paths: RunPaths, completion: Completion, evalu
     """Return the description of a version in one sentence, for people, if it has no model card."""
     metrics = ", ".join(f"{name} {interval.value:.4g}" for name, interval in evaluation.metrics.items())
     trained = f"{completion.step:,} steps, {completion.num_parameters:,} parameters"
-    if chosen := completion.chosen(config.train.steps):
+    if chosen := completion.explain_choice(config.train.steps):
         trained = f"{trained} ({chosen})"
     return f"Run {paths.run_id}: {trained}; {metrics} on {evaluation.num_samples:,} validation samples."
 

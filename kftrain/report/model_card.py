@@ -57,7 +57,7 @@ def _describe_training(config: Config, completion: Completion) -> ReportSection:
         f"{wording.format_plural(completion.step, 'step')}, "
         f"{wording.format_large_count(completion.num_parameters)} parameters, seed {config.run.seed}"
     )
-    chosen = completion.chosen(config.train.steps)
+    chosen = completion.explain_choice(config.train.steps)
     sentences = [f"How the checkpoint was chosen: {chosen}."] if chosen else []
     return ReportSection(
         "Training", headline, sentences=sentences, tables=[Table("Settings", ["setting", "value"], rows)]

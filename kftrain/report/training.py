@@ -68,7 +68,7 @@ def _write_headline(config: Config, completion: Completion | None, history: Hist
     if completion is not None:
         loss = completion.metrics.get("loss")
         reached = "" if loss is None else f" to a loss of {wording.format_number(loss)}"
-        if chosen := completion.chosen(config.train.steps):
+        if chosen := completion.explain_choice(config.train.steps):
             return f"{chosen[0].upper()}{chosen[1:]}."
         return f"Trained {wording.format_plural(completion.step, 'step')}{reached}."
     steps = [step for step in (wording.to_finite(record.get("step")) for record in history) if step is not None]

@@ -223,14 +223,14 @@ TABLE: dict[FailureClass, dict[Place, Row]] = {
 """Class of failure -> place -> the row for it. Every class has a row at both places."""
 
 
-def remedy(kind: FailureClass, place: Place | None = None) -> str:
+def find_remedy(kind: FailureClass, place: Place | None = None) -> str:
     """Return what to do about the cause, in one or two sentences, at a place; by default where this process is."""
     return TABLE[kind][place or Situation.from_environment().place].remedy
 
 
-def fix_of(kind: FailureClass) -> str:
+def make_fix(kind: FailureClass) -> str:
     """Return the remedy as the `fix` of an error: it begins in lower case and ends without a full stop."""
-    text = remedy(kind).rstrip(".")
+    text = find_remedy(kind).rstrip(".")
     return text[:1].lower() + text[1:]
 
 

@@ -41,19 +41,19 @@ def _records(paths: RunPaths) -> NumberedRecords[Claim]:
     return NumberedRecords(paths.attempts, lambda uri: documents.read(Claim, uri))
 
 
-def last_attempt(paths: RunPaths) -> int:
+def find_last_attempt(paths: RunPaths) -> int:
     """Return the number of the highest claim; 0 where there is none."""
     return _records(paths).last_number()
 
 
-def claims(paths: RunPaths) -> list[Claim]:
+def read_claims(paths: RunPaths) -> list[Claim]:
     """Read all claims of a run in order; leave out those that cannot be read."""
     return _records(paths).read_all(DataError)
 
 
-def claim(paths: RunPaths, start_step: int, world_size: int) -> int:
+def claim_run(paths: RunPaths, start_step: int, world_size: int) -> int:
     """Take the run: create the next claim and return its number. Racing processes get different numbers."""
-    number = last_attempt(paths) + 1
+    number = find_last_attempt(paths) + 1
     # The listing may be old by now. Only the exclusive creation decides, so a number that is taken leads to the next
     # one: claims stay without gaps, which `require_held` relies on.
     while True:
@@ -80,11 +80,11 @@ def require_held(paths: RunPaths, attempt: int) -> None:
         raise FencedError(
             f"{FencedError.BY_ATTEMPT}; nothing more is written by this one",
             where=paths.uri,
-            value=f"attempt {attempt}, the newest is {last_attempt(paths)}",
+            value=f"attempt {attempt}, the newest is {find_last_attempt(paths)}",
         )
 
 
-def last_start_step(paths: RunPaths) -> int:
+def read_last_start_step(paths: RunPaths) -> int:
     """Return the step that the newest attempt began at; -1 where there was none.
 
     It grows exactly when the attempt before made progress.
@@ -93,7 +93,7 @@ def last_start_step(paths: RunPaths) -> int:
     return last.start_step if last else -1
 
 
-def num_without_progress(paths: RunPaths, since: int) -> int:
+def count_without_progress(paths: RunPaths, since: int) -> int:
     """Count the newest attempts, later than number `since`, that began at the same step."""
     records = _records(paths)
     steps = [records.read(number).start_step for number in range(since + 1, records.last_number() + 1)]

@@ -45,7 +45,7 @@ class WorkerEnd:
 
 @dataclass(frozen=True)
 class RestartBudget:
-    """The failures that count so far, against the limit. Pure: `after` returns the next budget."""
+    """The failures that count so far, against the limit. Pure: `advance` returns the next budget."""
 
     limit: int
     """Attempts in a row that may fail without a new checkpoint; one more is too many."""
@@ -59,7 +59,7 @@ class RestartBudget:
     excused: Mapping[Hashable, int] = field(default_factory=dict)
     """Worker -> number of its excused ends since the last commit."""
 
-    def after(self, now: Standing, ends: Sequence[WorkerEnd]) -> RestartBudget:
+    def advance(self, now: Standing, ends: Sequence[WorkerEnd]) -> RestartBudget:
         """Return the budget after workers ended so, where the run's folder says `now` afterwards."""
         if now.step > self.step:  # the attempt that ended has committed: how it ended does not count
             return RestartBudget(self.limit, now.step, now.last_attempt)
@@ -92,8 +92,8 @@ class RestartBudget:
 
 def read_standing(paths: RunPaths, since: int) -> Standing:
     """Read what a run's folder says now; only claims later than number `since` count. Raises what storage raises."""
-    step = commit.last_step(paths)
-    return Standing(step, attempts.last_attempt(paths), attempts.num_without_progress(paths, since))
+    step = commit.find_last_step(paths)
+    return Standing(step, attempts.find_last_attempt(paths), attempts.count_without_progress(paths, since))
 
 
 def _add_counts(counts: Mapping[Hashable, int], workers: Sequence[Hashable]) -> dict[Hashable, int]:

@@ -99,12 +99,7 @@ class CheckpointName:
         return parsed if str(parsed) == name else None
 
 
-def entry_of(uri: str) -> FileEntry:
-    """Read a file's size and digest as it lies in storage; this reads all of its bytes."""
-    return FileEntry(bytes=storage.size_bytes(uri), sha256=storage.sha256_file(uri))
-
-
-def entry_of_text(text: str) -> FileEntry:
+def make_entry(text: str) -> FileEntry:
     """Compute the entry of a file that will hold this text in UTF-8."""
     return FileEntry(bytes=len(text.encode()), sha256=storage.sha256_text(text))
 
@@ -124,12 +119,12 @@ def commit(paths: RunPaths, name: CheckpointName, manifest: CheckpointManifest) 
     return digest
 
 
-def committed(paths: RunPaths) -> list[CheckpointName]:
+def list_committed(paths: RunPaths) -> list[CheckpointName]:
     """List all committed checkpoints of a run, newest first; each one costs a look for its marker."""
     return list(_iterate_newest_first(paths))
 
 
-def last_step(paths: RunPaths) -> int:
+def find_last_step(paths: RunPaths) -> int:
     """Return the step of the newest committed checkpoint; 0 where there is none."""
     return next((name.step for name in _iterate_newest_first(paths)), 0)
 
@@ -220,7 +215,7 @@ def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any]
     if manifest.training_identity == identity:
         return
     fields = ", ".join(
-        f"{key}: {old!r} -> {new!r}" for key, old, new in differences(manifest.training_identity, identity)
+        f"{key}: {old!r} -> {new!r}" for key, old, new in list_differences(manifest.training_identity, identity)
     )
     raise OtherTrainingError(
         "the checkpoint belongs to another training",
@@ -241,19 +236,19 @@ def require_present_order(identity: dict[str, Any], where: str) -> None:
         )
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+def list_differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
     """Compare two nested mappings; return (dotted key, old value, new value) for every difference."""
     changes: list[tuple[str, Any, Any]] = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            changes += differences(before, after, f"{prefix}{key}.")
+            changes += list_differences(before, after, f"{prefix}{key}.")
         elif before != after:
             changes.append((prefix + key, before, after))
     return changes
 
 
-def kept_of(names: list[CheckpointName], keep_last: int, best_step: int, keep_every: int) -> set[CheckpointName]:
+def choose_kept(names: list[CheckpointName], keep_last: int, best_step: int, keep_every: int) -> set[CheckpointName]:
     """Choose which of the committed checkpoints, newest first, stay.
 
     The newest `keep_last` do, and those at `best_step` and at multiples of `keep_every`, where 0 stands for none.
@@ -262,14 +257,14 @@ def kept_of(names: list[CheckpointName], keep_last: int, best_step: int, keep_ev
     return {*names[:keep_last], *forever}
 
 
-def retire(paths: RunPaths, keep_last: int, attempt: int, best_step: int = 0, keep_every: int = 0) -> None:
-    """Delete committed checkpoints but `kept_of` them, and what earlier attempts left half-written.
+def retire_checkpoints(paths: RunPaths, keep_last: int, attempt: int, best_step: int = 0, keep_every: int = 0) -> None:
+    """Delete committed checkpoints but `choose_kept` them, and what earlier attempts left half-written.
 
     COMMITTED goes first, so that a reader sees a whole checkpoint or none at every moment. Call right after a commit of
     `attempt`. Raises FencedError: a newer attempt may be reading what would be deleted here.
     """
     attempts.require_held(paths, attempt)
-    kept = kept_of(committed(paths), keep_last, best_step, keep_every)
+    kept = choose_kept(list_committed(paths), keep_last, best_step, keep_every)
     for text in storage.list_names(paths.checkpoints):
         name = CheckpointName.parse(text)
         if name is None or name in kept:

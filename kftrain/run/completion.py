@@ -56,7 +56,7 @@ def read_evaluations(paths: RunPaths, request: EvaluationRequest) -> list[Evalua
     """
     return [
         _read_evaluation(target, target.evaluation_digest or request.evaluation_digest)
-        for target in documents.to_be_scored(paths, request)
+        for target in documents.list_targets_to_score(paths, request)
     ]
 
 

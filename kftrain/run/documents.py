@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from kftrain.core import storage
 from kftrain.errors import DataError, KftrainError
 from kftrain.run.paths import RunPaths
-from kftrain.run.selection import BestEvaluation, in_words
+from kftrain.run.selection import BestEvaluation, describe_choice
 
 SCHEMA_VERSION = 1
 
@@ -84,12 +84,12 @@ class Completion(Document):
         """True where the checkpoint is that of the best evaluation."""
         return self.selection is not None and self.selection.step == self.step
 
-    def chosen(self, num_steps: int) -> str:
+    def explain_choice(self, num_steps: int) -> str:
         """Say in words why the checkpoint is that of this step; empty where it is the last one.
 
         `num_steps`: steps that were planned.
         """
-        return in_words(self.selection, self.num_trained, num_steps, self.step) if self.selection else ""
+        return describe_choice(self.selection, self.num_trained, num_steps, self.step) if self.selection else ""
 
 
 class Interval(DocumentPart):
@@ -373,7 +373,7 @@ def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[Kftrai
         ) from cause
 
 
-def to_be_scored(paths: RunPaths, request: EvaluationRequest) -> list[EvaluationTarget]:
+def list_targets_to_score(paths: RunPaths, request: EvaluationRequest) -> list[EvaluationTarget]:
     """List the targets that must have metrics in the end: all but an optional one that could not be loaded."""
     try:
         unmeasured = read(Unmeasured, paths.unmeasured)

@@ -55,15 +55,15 @@ class ErrorDocument(BaseModel):
     @classmethod
     def of(cls, error: BaseException, **known: Any) -> ErrorDocument:
         """Build the document of an exception: ours keep their fields, a bug keeps its last frame."""
-        return cls.received({**errors.error_to_dict(error), **known})
+        return cls.salvage({**errors.error_to_dict(error), **known})
 
     @classmethod
-    def received(cls, found: Any) -> ErrorDocument:
+    def salvage(cls, content: Any) -> ErrorDocument:
         """Take over a document that somebody else wrote, as far as it is sound; never raises.
 
         Where the document names no class that is known here, the class follows from kind and exit code.
         """
-        fields = _flatten_fields(found) if isinstance(found, Mapping) else {}
+        fields = _flatten_fields(content) if isinstance(content, Mapping) else {}
         try:
             cls.model_validate(fields)
         except ValidationError as error:
@@ -81,7 +81,7 @@ class ErrorDocument(BaseModel):
         """Return plain data, as `storage.publish_json` writes it."""
         return self.model_dump(mode="json")
 
-    def known(self) -> dict[str, Any]:
+    def list_known_fields(self) -> dict[str, Any]:
         """Return the fields that say something, for people."""
         return {name: value for name, value in self.to_dict().items() if value not in (None, "", [])}
 
@@ -89,7 +89,7 @@ class ErrorDocument(BaseModel):
         """Build the exception that this process may raise in the place of the one that wrote the document."""
         return errors.error_from_dict(self.to_dict())
 
-    def found_out(self, finding: ErrorDocument | None) -> ErrorDocument:
+    def with_findings(self, finding: ErrorDocument | None) -> ErrorDocument:
         """Return this document with what the launcher found out about the job: the class of failure, and the place."""
         if finding is None:
             return self
@@ -118,7 +118,7 @@ def read_error(uri: str) -> ErrorDocument | None:
     if not is_error_document(document):
         line = f"{uri}: error.json is damaged, so why the run failed is not known: {content[:200]!r}"
         return ErrorDocument(line=line)
-    return ErrorDocument.received(document)
+    return ErrorDocument.salvage(document)
 
 
 def _flatten_fields(document: Mapping[str, Any]) -> dict[str, Any]:

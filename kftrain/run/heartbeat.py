@@ -102,7 +102,7 @@ def last_beat(paths: RunPaths) -> float:
 
 @dataclass(frozen=True)
 class Silence:
-    """The time for which a launcher has been silent. Pure: `after` returns the next one."""
+    """The time for which a launcher has been silent. Pure: `advance` returns the next one."""
 
     seconds: float = 0.0
     content: bytes = MISSING
@@ -110,7 +110,7 @@ class Silence:
     read_at: float | None = None
     """Time of that reading; None: the last look failed, and the time since the one before does not count."""
 
-    def after(self, content: bytes | None, start: float, end: float, most_seconds: float = float("inf")) -> Silence:
+    def advance(self, content: bytes | None, start: float, end: float, most_seconds: float = float("inf")) -> Silence:
         """Return the silence after one more look, which lasted from `start` to `end`.
 
         `content` None: the file could not be read. The time that a look takes does not count either: a mount may hang
@@ -142,11 +142,11 @@ class LauncherWatch:
     def poll(self) -> bool:
         """Look once; return whether the launcher has been silent for the timeout."""
         start = self._clock()
-        content = self._read()
-        self._silence = self._silence.after(content, start, self._clock(), LATE * self.interval_seconds)
+        content = self._read_beat()
+        self._silence = self._silence.advance(content, start, self._clock(), LATE * self.interval_seconds)
         return self._silence.seconds >= self.timeout_seconds
 
-    def _read(self) -> bytes | None:
+    def _read_beat(self) -> bytes | None:
         with best_effort("the launcher's heartbeat could not be read"):
             try:
                 return storage.read_bytes(self._uri)

@@ -8,7 +8,7 @@ MAX_LOG_BYTES = 64 << 20
 MIDDLE = b"\n[the middle of this log was left out: it was too long]\n"
 
 
-def shortened(content: bytes, limit: int = MAX_LOG_BYTES) -> bytes:
+def shorten_log(content: bytes, limit: int = MAX_LOG_BYTES) -> bytes:
     """Cut a log to its first and last `limit // 4` bytes where it is longer than `limit` bytes."""
     if len(content) <= limit:
         return content

@@ -33,7 +33,7 @@ def improves(before: BestEvaluation | None, goal: Goal, value: float) -> bool:
     return value < before.value if goal == "minimize" else value > before.value
 
 
-def after_evaluation(before: BestEvaluation | None, metric: str, goal: Goal, step: int, value: float) -> BestEvaluation:
+def count_evaluation(before: BestEvaluation | None, metric: str, goal: Goal, step: int, value: float) -> BestEvaluation:
     """Return the best evaluation after one more at `step`, with the count since then."""
     if improves(before, goal, value):
         return BestEvaluation(metric=metric, goal=goal, step=step, value=value)
@@ -41,7 +41,7 @@ def after_evaluation(before: BestEvaluation | None, metric: str, goal: Goal, ste
     return best.model_copy(update={"num_without_improvement": best.num_without_improvement + 1})
 
 
-def in_order(selection: BestEvaluation | None, values: Mapping[int, float], steps: Sequence[int]) -> list[int]:
+def order_steps(selection: BestEvaluation | None, values: Mapping[int, float], steps: Sequence[int]) -> list[int]:
     """Sort the steps of checkpoints: the model's first, then those that replace it where all before are damaged.
 
     Without a best evaluation the newest is the model, and no other can be. Otherwise the next best of those that were
@@ -64,7 +64,7 @@ def in_order(selection: BestEvaluation | None, values: Mapping[int, float], step
     return sorted(newest_first, key=place)
 
 
-def in_words(selection: BestEvaluation, trained_steps: int, num_steps: int, step: int | None = None) -> str:
+def describe_choice(selection: BestEvaluation, trained_steps: int, num_steps: int, step: int | None = None) -> str:
     """Describe the choice: `best validation/loss 1.61 at step 300 of 1,000; stopped after 5 evaluations without …`.
 
     `step`: step of the checkpoint that is the model, where that is not the best one.

@@ -52,7 +52,9 @@ class Timeline:
         return self.step_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
-def timeline(claims: Sequence[Claim], completion: Completion, history: Sequence[Mapping[str, Any]]) -> Timeline | None:
+def compute_timeline(
+    claims: Sequence[Claim], completion: Completion, history: Sequence[Mapping[str, Any]]
+) -> Timeline | None:
     """Compute the timeline of a complete training; None where its claims are gone.
 
     Args:

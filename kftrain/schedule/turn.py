@@ -82,7 +82,7 @@ class Turn:
             start, number = self.clock(), self._records.last_number()
             holder = self._records.read(number) if number else None
             # The holder's clock may differ, so its times are not read: it is silent while the number stays the same.
-            silence = silence.after(str(number).encode(), start, self.clock())
+            silence = silence.advance(str(number).encode(), start, self.clock())
             if holder is None or holder.given_back or silence.seconds >= SILENT_SECONDS:
                 before = self._number
                 if self._write_document(number + 1):

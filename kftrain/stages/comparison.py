@@ -20,7 +20,7 @@ from kftrain.run import attempts, documents
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, RunShards
 from kftrain.run.paths import RunPaths
-from kftrain.run.timeline import timeline
+from kftrain.run.timeline import compute_timeline
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tasks.registry import BUILT_IN as TASKS
@@ -87,7 +87,7 @@ def _read_run(paths: RunPaths, trust: Trust) -> dict[str, Any]:
     return {
         "completion": completion,
         "history": history,
-        "timeline": timeline(attempts.claims(paths), completion, history),
+        "timeline": compute_timeline(attempts.read_claims(paths), completion, history),
         "settings": flatten(config.to_dict()),
         "data": flatten(_describe_data(manifest)),
         "tokens_per_sample": _tokens_per_sample(config, shards, manifest, trust),

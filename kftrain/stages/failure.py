@@ -43,7 +43,7 @@ def report_failure(stage: str, paths: RunPaths, config: Config, progress: Progre
         storage.remove(paths.error)
         storage.remove(paths.failure)
         try:
-            with stage_lifetime.signals_as_errors(), storage.explain_disk_errors(paths.uri):
+            with stage_lifetime.raise_on_signals(), storage.explain_disk_errors(paths.uri):
                 yield
         except FencedError:  # the run is another's: what it says and what MLflow shows of it is not ours
             raise
@@ -51,7 +51,7 @@ def report_failure(stage: str, paths: RunPaths, config: Config, progress: Progre
             cause = None
             with best_effort("what the launcher found out could not be read"):
                 cause = read_error(paths.failure)
-            document = of_stage(stage, error).found_out(cause)
+            document = of_stage(stage, error).with_findings(cause)
             # error.json before MLflow: the exit handler and `kftrain run` need it, and MLflow may take long to fail.
             with best_effort("error.json could not be written", REPORT_SECONDS):
                 storage.publish_json(paths.error, document.to_dict())
@@ -67,7 +67,7 @@ def keep_heartbeat(paths: RunPaths, config: Config) -> contextlib.AbstractContex
 @contextlib.contextmanager
 def announce_failure(stage: str, progress: Progress) -> Iterator[None]:
     """Run code that needs no run's folder; a failure or a signal reaches the log and the pod's termination message."""
-    with _tell_failure(stage, progress), stage_lifetime.signals_as_errors(), storage.explain_disk_errors(""):
+    with _tell_failure(stage, progress), stage_lifetime.raise_on_signals(), storage.explain_disk_errors(""):
         yield
 
 

@@ -158,7 +158,7 @@ def _describe_failure(error: ErrorDocument, run_uri: str, kubeflow_url: str = ""
     section = report.describe_failure(error, stage, situation)
     return Outcome(
         run_uri=run_uri,
-        summary={"result": f"{stage} failed: {error.line}", **error.known(), "run_uri": run_uri},
+        summary={"result": f"{stage} failed: {error.line}", **error.list_known_fields(), "run_uri": run_uri},
         html=report.render_section(section, stage),
         markdown=report.render_markdown(section),
     )
@@ -173,4 +173,4 @@ def _explain_state(state: str) -> ErrorDocument:
     if cause is None:
         return of_stage("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
     kind = FencedError if cause.failure_class is FailureClass.FENCED else LaunchError
-    return of_stage("run", kind(cause.line)).found_out(cause)
+    return of_stage("run", kind(cause.line)).with_findings(cause)

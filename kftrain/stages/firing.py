@@ -17,7 +17,7 @@ from kftrain.core import storage
 from kftrain.core.progress import Progress
 from kftrain.errors import EmptyWindowError, FailureClass
 from kftrain.launch.kubernetes.client import Cluster
-from kftrain.launch.kubernetes.workflow import cluster_place, is_over
+from kftrain.launch.kubernetes.workflow import is_over, name_cluster_place
 from kftrain.run import documents, heartbeat
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.config import is_opened, read_config
@@ -273,7 +273,7 @@ def _is_lost(cluster: Cluster, firing: Firing, now: datetime) -> bool:
     A firing with a Workflow of another cluster is left alone.
     """
     if firing.workflow:
-        return firing.cluster == cluster_place(cluster) and bool(is_over(cluster, firing.workflow))
+        return firing.cluster == name_cluster_place(cluster) and bool(is_over(cluster, firing.workflow))
     return not _is_at_work(firing, now)
 
 
@@ -313,7 +313,7 @@ def _explain_pause(history: History, instant: datetime) -> str:
 
 
 def _make_firing(instant: datetime, trigger: str, job_id: str, paths: RunPaths, created: datetime) -> Firing:
-    workflow, cluster = launch.pipeline_place()
+    workflow, cluster = launch.find_pipeline_place()
     return Firing(
         instant=format_instant(instant),
         trigger=trigger,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kftrain import tracking
-from kftrain.launch.kubernetes.control import ENDED_PHASES, jobs_of
+from kftrain.launch.kubernetes.control import ENDED_PHASES, list_run_jobs
 from kftrain.launch.kubernetes.job_client import JobClient
-from kftrain.launch.kubernetes.workflow import PLACE_TAG, WORKFLOW_TAG, cluster_place
+from kftrain.launch.kubernetes.workflow import PLACE_TAG, WORKFLOW_TAG, name_cluster_place
 from kftrain.tracking.runs import RUN_ID_TAG
 
 
@@ -32,7 +32,7 @@ def close_orphans(clusters: Sequence[JobClient], tracking_uri: str, dry_run: boo
     Raises LaunchError or TrackingError.
     """
     orphans = []
-    for mlflow_run_id, tags in tracking.find_running(tracking_uri, PLACE_TAG, cluster_place(clusters[0])).items():
+    for mlflow_run_id, tags in tracking.find_running(tracking_uri, PLACE_TAG, name_cluster_place(clusters[0])).items():
         why = _explain_end(clusters, tags)
         if why:
             orphans.append(Orphan(mlflow_run_id, tags.get(RUN_ID_TAG, ""), why))
@@ -44,7 +44,7 @@ def close_orphans(clusters: Sequence[JobClient], tracking_uri: str, dry_run: boo
 def _explain_end(clusters: Sequence[JobClient], tags: dict[str, str]) -> str:
     """Return the reason why nobody works on a run; empty if somebody may."""
     name, run_id = tags.get(WORKFLOW_TAG, ""), tags.get(RUN_ID_TAG, "")
-    if not name or not run_id or jobs_of(clusters, run_id):
+    if not name or not run_id or list_run_jobs(clusters, run_id):
         return ""
     workflow = clusters[0].read_workflow(name)
     if workflow is None:

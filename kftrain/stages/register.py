@@ -24,7 +24,7 @@ from kftrain.registry.package import STORES, ModelPackage, list_requirements, ma
 from kftrain.report import content
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
-from kftrain.run.commit import differences
+from kftrain.run.commit import list_differences
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, GateReason, Registration, RunShards
 from kftrain.run.paths import RunPaths
@@ -70,7 +70,7 @@ def gate(run_uri: str, overrides: tuple[str, ...] = (), progress: Progress = to_
 
 def require_only_registry(saved: Config, config: Config) -> None:
     """Raise ConfigError for an override outside the gate's settings: the model stays as it was trained."""
-    for key, _, new in differences(saved.to_dict(), config.to_dict()):
+    for key, _, new in list_differences(saved.to_dict(), config.to_dict()):
         if not key.startswith("registry.") or key == "registry.model_name":
             raise ConfigError("only the gate's settings can change here", where=key, value=new, fix="set registry.…")
 
@@ -82,7 +82,7 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
         evaluation = read_evaluation(paths, config, completion)
         shards, manifest = read_dataset(paths)
         mlflow_run_id = mlflow_run.read_mlflow_run_id(paths) or mlflow_run.start_mlflow_run(
-            paths, config, shards, manifest, launch.pipeline_tags(config)
+            paths, config, shards, manifest, launch.build_pipeline_tags(config)
         )
         registered = registry.register(
             config,

@@ -23,7 +23,7 @@ from kftrain.core.plugins import is_plugin
 from kftrain.errors import CheckpointError, ConfigError, DataError, OtherTrainingError
 from kftrain.kubeflow import parameters
 from kftrain.run import attempts, commit
-from kftrain.run.commit import differences, require_present_order
+from kftrain.run.commit import list_differences, require_present_order
 from kftrain.run.config import is_opened, keep_config, read_config
 from kftrain.run.paths import RunPaths
 from kftrain.sharding.sources.resolve_source import BUILT_IN
@@ -249,7 +249,9 @@ def _opener_uri(paths: RunPaths, job_id: str) -> str:
 
 def has_trained(paths: RunPaths) -> bool:
     """Return True if a checkpoint was ever committed: from then on the run cannot become another training."""
-    return bool(commit.committed(paths)) or attempts.last_start_step(paths) > 0 or storage.exists(paths.complete)
+    return (
+        bool(commit.list_committed(paths)) or attempts.read_last_start_step(paths) > 0 or storage.exists(paths.complete)
+    )
 
 
 def _read_checkpoint_identity(paths: RunPaths) -> dict[str, Any]:
@@ -257,7 +259,7 @@ def _read_checkpoint_identity(paths: RunPaths) -> dict[str, Any]:
 
     The identity is without the dataset's digest, as that of a configuration.
     """
-    for name in commit.committed(paths)[:1]:
+    for name in commit.list_committed(paths)[:1]:
         with contextlib.suppress(CheckpointError):  # damaged, or retired this moment
             manifest, _ = commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(name)))
             return {**manifest.training_identity, "dataset": ""}
@@ -267,7 +269,7 @@ def _read_checkpoint_identity(paths: RunPaths) -> dict[str, Any]:
 def require_same_training(previous: Config, config: Config, where: str) -> None:
     """Raise OtherTrainingError, which names every setting that differs, unless both are the same training."""
     old, new = previous.training_identity(""), config.training_identity("")
-    changes = differences(old, new)
+    changes = list_differences(old, new)
     if changes:
         raise OtherTrainingError(
             f"this run is another training: {', '.join(f'{key} {old} -> {new}' for key, old, new in changes)}",

@@ -131,7 +131,7 @@ def _read_documents(paths: RunPaths, config: Config) -> RunOverview:
         run_id=paths.run_id,
         uri=paths.uri,
         state=state,
-        step=completion.step if completion else commit.last_step(paths),
+        step=completion.step if completion else commit.find_last_step(paths),
         num_steps=config.train.steps,
         metric=registration.metric if registration else "",
         value=registration.challenger.value if registration else None,
@@ -139,7 +139,7 @@ def _read_documents(paths: RunPaths, config: Config) -> RunOverview:
         version=registration.version if registration else None,
         is_champion=registration is not None and _is_champion(paths, registration),
         reason=reason,
-        chosen=completion.chosen(config.train.steps) if completion else "",
+        chosen=completion.explain_choice(config.train.steps) if completion else "",
         started=format_time(_read_start(paths)),
         schedule=config.schedule.name,
     )
@@ -169,7 +169,7 @@ def _read_state(paths: RunPaths, registration: Registration | None) -> tuple[str
 
 def _is_at_work(paths: RunPaths) -> bool:
     """Return True if the process that claimed the run last is alive; False on any other machine, which cannot tell."""
-    number = attempts.last_attempt(paths)
+    number = attempts.find_last_attempt(paths)
     claim = documents.read_if_exists(Claim, paths.attempt(number)) if number else None
     if claim is None or claim.host != socket.gethostname():
         return False

@@ -48,7 +48,7 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
                     paths,
                     config,
                     lambda: mlflow_run.start_mlflow_run(
-                        paths, config, shards, manifest, launch.pipeline_tags(config), progress
+                        paths, config, shards, manifest, launch.build_pipeline_tags(config), progress
                     ),
                 )
         mlflow_run.log_missing_curve(paths, config, read_history(paths), progress)
@@ -85,7 +85,7 @@ def _make_outcome(
     loss = completion.metrics.get("loss")
     reached = "" if loss is None else f", loss {loss:.4g}"
     how = "was already trained" if skipped else "trained"
-    chosen = completion.chosen(config.train.steps)
+    chosen = completion.explain_choice(config.train.steps)
     because = f"; {chosen}" if chosen else ""
     result = f"{how}: {completion.num_trained} steps, {completion.num_parameters:,} parameters{reached}{because}"
     progress(result)

@@ -13,7 +13,7 @@ from kftrain.config import Config
 from kftrain.core.progress import to_log
 from kftrain.errors import ConfigError, KftrainError, error_from_dict
 from kftrain.parallel.world import World
-from kftrain.run.selection import BestEvaluation, Goal, after_evaluation, improves, in_words
+from kftrain.run.selection import BestEvaluation, Goal, count_evaluation, describe_choice, improves
 
 
 def choose_goal(config: Config, loss_metric: str) -> Goal:
@@ -80,7 +80,7 @@ class BestCheckpoint:
         """Count an evaluation. The checkpoint of the best one before must have been written, or have failed."""
         if self.would_improve(value):
             self._before = self.selection
-        self.selection = after_evaluation(self.selection, self._metric, self._goal, step, value)
+        self.selection = count_evaluation(self.selection, self._metric, self._goal, step, value)
 
     def forget(self, step: int) -> None:
         """Go back to the best one before, where the checkpoint at this step was the best and could not be written."""
@@ -93,7 +93,7 @@ class BestCheckpoint:
             return
         if self.selection is not None:
             warning = "warning: " if self.selection.value is None else ""
-            to_log(warning + in_words(self.selection, trained_steps, self._config.train.steps))
+            to_log(warning + describe_choice(self.selection, trained_steps, self._config.train.steps))
 
     def _read_metric(self, metrics: Mapping[str, float]) -> float:
         if self._metric in metrics:

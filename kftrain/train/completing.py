@@ -24,7 +24,7 @@ from kftrain.models import build_model
 from kftrain.run import attempts, commit
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
-from kftrain.run.selection import BestEvaluation, in_order
+from kftrain.run.selection import BestEvaluation, order_steps
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tasks.base import Task
 from kftrain.train.reading import Training, open_training_samples
@@ -84,8 +84,8 @@ def _export(paths: RunPaths, finished: Finished) -> tuple[str, tuple[str, str]]:
 
     Raises CheckpointError where none is whole.
     """
-    names, description = commit.committed(paths), finished.description
-    steps = in_order(finished.selection, _read_metric_by_step(finished), [name.step for name in names])
+    names, description = commit.list_committed(paths), finished.description
+    steps = order_steps(finished.selection, _read_metric_by_step(finished), [name.step for name in names])
     candidates = [name for step in steps for name in names if name.step == step]
     problems: list[CheckpointError] = []
     for name in candidates:

@@ -26,7 +26,7 @@ from kftrain.evaluate.score import total_metrics
 from kftrain.parallel.world import World
 from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
-from kftrain.run.advice import fix_of
+from kftrain.run.advice import make_fix
 from kftrain.tasks.user_metrics import metrics_of
 from kftrain.train.best import BestCheckpoint
 from kftrain.train.engine import Engine, StepNumbers
@@ -115,7 +115,7 @@ class Loop:
         Raises Preempted after a commit when a stop was requested, DivergedError when the loss stays non-finite,
         RetryableError when too many checkpoints in a row cannot be written.
         """
-        with self._liveness.watched():
+        with self._liveness.mark_watched():
             return self._take_steps(first_step)
 
     def _take_steps(self, first_step: int) -> int:
@@ -127,7 +127,7 @@ class Loop:
             upcoming, _ = self._look_ahead(batches, [])
             while upcoming.batch is not None:
                 if upcoming.stops:
-                    with self._liveness.resting():
+                    with self._liveness.mark_resting():
                         self._stop_after_commit(done)
                 upcoming = self._take_step(done, upcoming.batch, upcoming.num_terms, batches)
                 done += 1
@@ -184,7 +184,7 @@ class Loop:
             raise DivergedError(
                 f"the gradient norm of step {done} is not finite",
                 value=self._gradient_norm,
-                fix=fix_of(FailureClass.DIVERGED),
+                fix=make_fix(FailureClass.DIVERGED),
             )
 
     def _finish_step(self, done: int, upcoming: NextStep) -> None:
@@ -203,7 +203,7 @@ class Loop:
         due = done % checkpoint.interval_steps == 0 or (upcoming.is_due and not upcoming.is_saving)
         if last or improved or stays or due:
             self._read_last_step()  # a training that diverges saves nothing more
-            with self._liveness.resting():  # storage may be slow
+            with self._liveness.mark_resting():  # storage may be slow
                 if stays:  # it is not left out because the one before is being written
                     self._saves.settle()
                 self._save(done, last, upcoming.is_saving and not improved and not stays)
@@ -225,11 +225,11 @@ class Loop:
         """Evaluate; tell whether this is the best so far, whose checkpoint is kept: then no save is in flight."""
         evaluate = self._config.evaluate
         statistics = self._engine.evaluate(
-            self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._liveness.goes_on
+            self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._liveness.note_progress
         )
         metrics: dict[str, float] | None = None
         if statistics is not None:
-            with self._liveness.resting():  # the user's metrics of all samples
+            with self._liveness.mark_resting():  # the user's metrics of all samples
                 metrics = total_metrics(metrics_of(self._engine.task, evaluate.metrics), statistics)
                 if done < self._config.train.steps:  # after the last one nothing is saved by it, and the gate asks
                     self._config.registry.require_metric(metrics)
@@ -240,7 +240,7 @@ class Loop:
         value = self.best.agree(metrics)
         improved = self.best.would_improve(value)
         if improved:
-            with self._liveness.resting():
+            with self._liveness.mark_resting():
                 self._saves.settle()  # the best one before is written by now, or was never one
         self.best.take(done, value)
         return improved

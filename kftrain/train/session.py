@@ -43,7 +43,7 @@ from kftrain.train.loop import Loop
 from kftrain.train.reading import Training, open_loader, open_validation_rows, read_training
 from kftrain.train.recorder import Recorder
 from kftrain.train.step import Carrier, count_loss_terms
-from kftrain.worker.error_report import leave
+from kftrain.worker.error_report import leave_error
 
 SPOOL_NAME = "unsent-metrics.jsonl"
 
@@ -95,7 +95,7 @@ def _claim_attempt(training: Training, world: World) -> int:
     attempt = 0
     if world.is_main:
         storage.remove(paths.error)  # the error of the attempt before is no longer the run's
-        attempt = attempts.claim(paths, commit.last_step(paths), world.size)
+        attempt = attempts.claim_run(paths, commit.find_last_step(paths), world.size)
     return int(world.from_main(attempt))
 
 
@@ -132,7 +132,7 @@ def _set_up(training: Training, world: World, loaded: load.Loaded | None) -> Set
     loader = open_loader(training, mesh.num_data_ranks, mesh.data_rank, count, carrier.send)
     validation = open_validation_rows(training, world.gather_slowly, (world.rank, world.size))
     liveness = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
-    with liveness.watched():
+    with liveness.mark_watched():
         engine, description = build(config, training.task, loader, mesh, loaded.manifest if loaded else None)
     num_parameters = sum(parameter.numel() for parameter in engine.model.parameters())
     return Setup(training, loader, validation, liveness, engine, num_parameters, description, first_use)
@@ -177,7 +177,7 @@ def _take_steps(
     try:
         last_step = loop.run(loop.resume(loaded))
     except Exception as error:
-        known, _ = leave(error)  # first: the save in flight may take long, and others wait meanwhile
+        known, _ = leave_error(error)  # first: the save in flight may take long, and others wait meanwhile
         if known is None or known.exit_code < FIRST_RETRYABLE_CODE:
             grace_seconds = TRACKER_TIMEOUT_SECONDS
         raise

@@ -23,7 +23,7 @@ from kftrain.launch.spec import ERROR_FILE_ENV, RENDEZVOUS_PORT
 from kftrain.process import store_socket
 from kftrain.process.kept import Reporter
 from kftrain.process.parent_death import die_with_parent
-from kftrain.process.signals import shell_code
+from kftrain.process.signals import to_shell_code
 from kftrain.run.error import read_error
 from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.worker import rank, root_cause
@@ -47,19 +47,19 @@ def main(argument: str) -> None:
     with contextlib.suppress(ImportError, OSError, RuntimeError):  # each rank meets it again and logs it
         rank.import_function(JOB_TASKS[node.task])
     while reporter.begin():
-        reporter.end(_explained(wait(_start(node, reporter))))
+        reporter.end(_write_cause(wait_for_ranks(_fork_ranks(node, reporter))))
 
 
-def _start(node: NodeSpec, reporter: Reporter) -> dict[int, int]:
+def _fork_ranks(node: NodeSpec, reporter: Reporter) -> dict[int, int]:
     """Fork the ranks; return process id -> rank. In a rank it does not return."""
     agent = os.getpid()
     address, port, listener = node.address, RENDEZVOUS_PORT, None
     if node.nodes == 1:  # bound before the forks: rank 0 inherits the socket, so no other process can take the port
-        listener = store_socket.listen(node.processes)
+        listener = store_socket.open_listener(node.processes)
         address, port = listener.getsockname()[:2]
     ranks = {}
     for local_rank in range(node.processes):
-        environment = node.rank_environment(local_rank, address, port)
+        environment = node.build_rank_environment(local_rank, address, port)
         if listener is not None and local_rank == 0:
             environment[store_socket.STORE_ENV] = str(listener.fileno())
         pid = os.fork()
@@ -86,10 +86,10 @@ def _become_rank(node: NodeSpec, environment: Mapping[str, str], agent: int) -> 
     os.environ.update(environment)
     with contextlib.suppress(AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{environment['RANK']}".encode())
-    sys.exit(rank.run(node.task, node.run_uri, node.digest))
+    sys.exit(rank.run_rank(node.task, node.run_uri, node.digest))
 
 
-def wait(ranks: Mapping[int, int]) -> list[Failure]:
+def wait_for_ranks(ranks: Mapping[int, int]) -> list[Failure]:
     """Wait until all ranks have ended; return the failures of the moment in which the first one failed, in order.
 
     The other ranks then get SIGTERM, and SIGKILL after `GRACE_SECONDS`. Their exit codes are not reported as failures.
@@ -116,29 +116,29 @@ def wait(ranks: Mapping[int, int]) -> list[Failure]:
 def _end_others(running: Mapping[int, int], now: float, first_at: float, told_at: float) -> float:
     """Ask, later kill, the ranks that still run; return when they were asked, 0 for not yet."""
     if not told_at and now - first_at > SAME_MOMENT_SECONDS:  # sooner, those that fail by themselves would die of it
-        _send(running, signal.SIGTERM)
+        _signal_ranks(running, signal.SIGTERM)
         return now
     if told_at and now - told_at > GRACE_SECONDS:
-        _send(running, signal.SIGKILL)
+        _signal_ranks(running, signal.SIGKILL)
     return told_at
 
 
-def _send(pids: Mapping[int, int], number: int) -> None:
+def _signal_ranks(pids: Mapping[int, int], number: int) -> None:
     for pid in pids:  # none of them is waited for yet, so each id is still theirs
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _explained(failures: list[Failure]) -> int:
+def _write_cause(failures: list[Failure]) -> int:
     """Write the error of the rank that was the cause, unless it did so itself; return its exit code, 0 for none."""
     if not failures:
         return 0
     error_file = os.environ[ERROR_FILE_ENV]
-    first, document = root_cause.cause(failures, read_error(error_file))
+    first, document = root_cause.find_cause(failures, read_error(error_file))
     if document is not None:
         with contextlib.suppress(OSError):  # the disk is full: the exit code says enough
             storage.publish_json(error_file, document.to_dict())
-    return shell_code(first.returncode)
+    return to_shell_code(first.returncode)
 
 
 if __name__ == "__main__":

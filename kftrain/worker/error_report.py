@@ -18,7 +18,7 @@ from kftrain.errors import (
     UserCodeError,
 )
 from kftrain.launch.spec import ERROR_FILE_ENV
-from kftrain.run.advice import fix_of
+from kftrain.run.advice import make_fix
 from kftrain.run.error import ErrorDocument
 from kftrain.worker.root_cause import LOST_PEER
 
@@ -29,7 +29,7 @@ _LOST_PEER = re.compile(rf"{_TORCH_LOST_PEER.pattern}|DistStore|Connection (clos
 """Wording of a RuntimeError, outside of a user's code, whose connection to a peer broke."""
 
 
-def leave(error: Exception) -> tuple[KftrainError | None, ErrorDocument]:
+def leave_error(error: Exception) -> tuple[KftrainError | None, ErrorDocument]:
     """Write an error for the supervisor, unless one is there; return it as `classify` says, and as its document."""
     known = classify(error)
     document = ErrorDocument.of(known or error, rank=int(os.environ.get("RANK", "0")))
@@ -63,7 +63,7 @@ def _classify_torch(error: BaseException) -> KftrainError | None:
 
     cause = error.__cause__ if isinstance(error, KftrainError) and error.__cause__ else error
     if isinstance(cause, torch.OutOfMemoryError):
-        return GpuMemoryError("out of GPU memory", fix=fix_of(FailureClass.GPU_MEMORY))
+        return GpuMemoryError("out of GPU memory", fix=make_fix(FailureClass.GPU_MEMORY))
     wording = _TORCH_LOST_PEER if isinstance(error, UserCodeError) else _LOST_PEER
     lost = isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and wording.search(str(cause)))
     if lost and not isinstance(error, RetryableError):

@@ -79,11 +79,11 @@ class NodeSpec:
         """True if rank 0, which completes the job, is on this node."""
         return self.node_rank == 0
 
-    def environment(self) -> dict[str, str]:
+    def build_environment(self) -> dict[str, str]:
         """Return the environment that all ranks of this node inherit."""
         return {"OMP_NUM_THREADS": str(max(1, num_cpus() // self.processes)), **os.environ}
 
-    def rank_environment(self, local_rank: int, address: str, port: int) -> dict[str, str]:
+    def build_rank_environment(self, local_rank: int, address: str, port: int) -> dict[str, str]:
         """Return torchrun's variables for one rank: its place in the job, and where rank 0 listens."""
         return {
             "RANK": str(self.ranks[local_rank]),

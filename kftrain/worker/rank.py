@@ -23,22 +23,22 @@ from kftrain.process.stop_request import StopRequest
 from kftrain.run.config import read_job_config
 from kftrain.run.job_tasks import JOB_TASKS, JobTask
 from kftrain.run.paths import RunPaths
-from kftrain.worker.error_report import leave
+from kftrain.worker.error_report import leave_error
 
 
-def run(task: str, run_uri: str, digest: str) -> int:
+def run_rank(task: str, run_uri: str, digest: str) -> int:
     """Run one process of a job, whose place torchrun's variables tell; return its exit code. Raises nothing."""
-    output.redirect()
+    output.redirect_output()
     try:
         _run_task(JOB_TASKS[task], RunPaths(run_uri), digest)
     except Exception as error:  # noqa: BLE001 - the last line of defence of a process: report, then exit with the right code
-        return report(error)
+        return report_error(error)
     return 0
 
 
 def import_function(task: JobTask) -> Any:
     """Import the function that ranks of a task run: most of the time that they need to start."""
-    with imports_for_good():
+    with freeze_imports():
         return pkgutil.resolve_name(task.rank_function)
 
 
@@ -48,15 +48,15 @@ def _run_task(task: JobTask, paths: RunPaths, digest: str) -> None:
     A SIGTERM is answered before anything is read or imported: none must end a rank whose peers go on to commit.
     """
     with contextlib.ExitStack() as stack:
-        stop = [stack.enter_context(StopRequest().on_sigterm())] if task.commits else []
+        stop = [stack.enter_context(StopRequest().note_sigterm())] if task.commits else []
         config = read_job_config(paths, digest)
         outages.limit(config.launch.timeout_seconds / 2)  # longer, and the others would take this process for hung
         import_function(task)(paths, config, *stop)
 
 
-def report(error: Exception) -> int:
+def report_error(error: Exception) -> int:
     """Write an error for the supervisor and to stderr; return the exit code."""
-    known, document = leave(error)
+    known, document = leave_error(error)
     if known is None:
         print_traceback(error)
     sys.stderr.write(f"kftrain: error: {document.line}\n")
@@ -64,7 +64,7 @@ def report(error: Exception) -> int:
 
 
 @contextlib.contextmanager
-def imports_for_good() -> Iterator[None]:
+def freeze_imports() -> Iterator[None]:
     """Import within the block what is never searched for garbage, neither now nor at the end of the process.
 
     torch is a million objects: that takes a second of a core, on every rank.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kftrain.errors import FIRST_RETRYABLE_CODE, LauncherGoneError, LostPeerError, Preempted, RetryableError
-from kftrain.process.signals import named_end, shell_code
+from kftrain.process.signals import describe_end, to_shell_code
 from kftrain.run.error import ErrorDocument
 from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.worker.node import NodeSpec
@@ -42,19 +42,19 @@ class Stop:
     """True once they were killed because they did not stop."""
 
 
-def silent_end(returncode: int, rank: int | None = None) -> ErrorDocument:
+def describe_silent_end(returncode: int, rank: int | None = None) -> ErrorDocument:
     """Build the error of a process that left none: of a rank, or of the node's agent where `rank` is None."""
     name = "the agent" if rank is None else f"rank {rank}"
-    line = f"{name} ended by {named_end(returncode)} without a word"
-    return ErrorDocument.received({"exit_code": shell_code(returncode), "line": line, "rank": rank})
+    line = f"{name} ended by {describe_end(returncode)} without a word"
+    return ErrorDocument.salvage({"exit_code": to_shell_code(returncode), "line": line, "rank": rank})
 
 
-def only_lost_a_peer(document: ErrorDocument) -> bool:
+def is_lost_peer(document: ErrorDocument) -> bool:
     """Tell whether a process failed only because another one was gone."""
     return document.kind == LostPeerError.__name__
 
 
-def cause(failures: Sequence[Failure], left: ErrorDocument | None) -> tuple[Failure, ErrorDocument | None]:
+def find_cause(failures: Sequence[Failure], left: ErrorDocument | None) -> tuple[Failure, ErrorDocument | None]:
     """Return the process whose failure is the cause, and an error for it where it left none itself.
 
     Args:
@@ -65,9 +65,9 @@ def cause(failures: Sequence[Failure], left: ErrorDocument | None) -> tuple[Fail
     first = min(failures, key=lambda failure: failure.timestamp)
     early = [failure for failure in failures if failure.timestamp <= first.timestamp + SAME_TIME_SECONDS]
     killed = [failure for failure in early if failure.returncode < 0 and failure.returncode != -signal.SIGTERM]
-    if left is None or (only_lost_a_peer(left) and killed):  # SIGTERM does not count: the agent itself sends it
+    if left is None or (is_lost_peer(left) and killed):  # SIGTERM does not count: the agent itself sends it
         silent = killed[0] if killed else first
-        return silent, silent_end(silent.returncode, silent.rank)
+        return silent, describe_silent_end(silent.returncode, silent.rank)
     return first, None
 
 
@@ -76,7 +76,7 @@ def may_be_complete(error: ErrorDocument | None, stop: Stop) -> bool:
     return error is None or error.exit_code == Preempted.exit_code or stop.killed
 
 
-def of_node(error: ErrorDocument | None, stop: Stop, node: NodeSpec) -> ErrorDocument | None:
+def judge_node(error: ErrorDocument | None, stop: Stop, node: NodeSpec) -> ErrorDocument | None:
     """Return the error of a node whose job is not complete, from the error that its processes left.
 
     None where they all ended with 0: only the first node has to prove that the job is complete.
@@ -85,25 +85,25 @@ def of_node(error: ErrorDocument | None, stop: Stop, node: NodeSpec) -> ErrorDoc
         what = "all processes ended with 0, but the job is not complete"
         return ErrorDocument.of(RetryableError(what, where=node.run_uri)) if node.is_first else None
     if stop.silent_seconds:
-        return of_silent_launcher(error, stop.silent_seconds, stop.killed)
-    return of_stopped_node(error, node.task) if stop.asked else error
+        return explain_silent_launcher(error, stop.silent_seconds, stop.killed)
+    return explain_stop(error, node.task) if stop.asked else error
 
 
-def of_stopped_node(document: ErrorDocument, task: str) -> ErrorDocument:
+def explain_stop(document: ErrorDocument, task: str) -> ErrorDocument:
     """Return the error of a node that was asked to stop: a process that could not say why it ended was preempted."""
     if document.exit_code == Preempted.exit_code and not document.kind:
         return ErrorDocument.of(Preempted(JOB_TASKS[task].stop_message))
     return document
 
 
-def of_silent_launcher(document: ErrorDocument, timeout_seconds: float, killed: bool) -> ErrorDocument:
+def explain_silent_launcher(document: ErrorDocument, timeout_seconds: float, killed: bool) -> ErrorDocument:
     """Return the error of a node that was stopped because its launcher had been silent for so long.
 
     An error that has nothing to do with the stop is kept. `killed`: the processes did not stop when they were asked to.
     """
     if killed:
         how = "the processes did not stop and were killed"
-    elif document.exit_code == Preempted.exit_code or only_lost_a_peer(document):
+    elif document.exit_code == Preempted.exit_code or is_lost_peer(document):
         how = "stopped after a commit"
     else:
         return document
@@ -113,6 +113,6 @@ def of_silent_launcher(document: ErrorDocument, timeout_seconds: float, killed: 
 
 def outranks(document: ErrorDocument, published: ErrorDocument) -> bool:
     """Tell whether a node's error replaces another's that came first: a cause does, a consequence does not."""
-    if only_lost_a_peer(published):
-        return not only_lost_a_peer(document)
+    if is_lost_peer(published):
+        return not is_lost_peer(document)
     return published.exit_code >= FIRST_RETRYABLE_CODE > document.exit_code

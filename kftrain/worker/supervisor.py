@@ -32,7 +32,7 @@ from kftrain.process.kept import KeptProcess, Reporter
 from kftrain.process.liveness import LIVENESS_ENV
 from kftrain.process.output import OUTPUT_ENV, Output
 from kftrain.process.parent_death import die_with_parent
-from kftrain.process.signals import INTERRUPT, handled
+from kftrain.process.signals import INTERRUPT, handle_signals
 from kftrain.process.termination import leave_message
 from kftrain.run import attempts
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
@@ -40,7 +40,7 @@ from kftrain.run.config import read_job_config
 from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.heartbeat import LOOKS_PER_TIMEOUT, LauncherWatch
 from kftrain.run.job_tasks import JOB_TASKS
-from kftrain.run.logs import logs_uri, next_attempt, publish_log
+from kftrain.run.logs import build_logs_uri, next_attempt, publish_log
 from kftrain.worker import root_cause
 from kftrain.worker.node import NodeSpec, first_node_answers
 from kftrain.worker.root_cause import Stop
@@ -64,7 +64,7 @@ def run_node(node: NodeSpec) -> int:
     reporter, code = Reporter(), 0
     agent = KeptProcess([sys.executable, "-m", AGENT_MODULE, node.to_argument()])
     if reporter.kept:
-        agent.prepare(node.environment())
+        agent.prepare(node.build_environment())
     while reporter.begin():
         code = Supervisor(node, agent).run()
         reporter.end(code)
@@ -98,7 +98,7 @@ class Supervisor:
     def run(self) -> int:
         """Run the attempt; return the exit code of its first failure, 0 where the job is complete."""
         die_with_parent(os.getppid())  # of a pod or a shell; a launcher of ours has said who it is
-        with handled([signal.SIGTERM, INTERRUPT], self._on_signal):
+        with handle_signals([signal.SIGTERM, INTERRUPT], self._on_signal):
             return self._run()
 
     def _run(self) -> int:
@@ -117,7 +117,7 @@ class Supervisor:
                 self._wait_for_first_node(config)
         except KftrainError as failure:
             error = ErrorDocument.of(failure)
-            announce(self._node, error, self._attempt)
+            announce_error(self._node, error, self._attempt)
         return error.exit_code if error else 0
 
     def _run_processes(self, config: Config) -> ErrorDocument | None:
@@ -131,9 +131,9 @@ class Supervisor:
                 returncode = self._run_ranks(output.folder, error_file, config.launch.timeout_seconds)
             error = self._find_error(returncode, error_file, config)
             if error is not None:
-                announce(self._node, error, self._attempt)
+                announce_error(self._node, error, self._attempt)
             for path in output.logs.values():
-                publish_log(path, storage.join(logs_uri(self._paths, self._node.task, self._attempt), path.name))
+                publish_log(path, storage.join(build_logs_uri(self._paths, self._node.task, self._attempt), path.name))
         return error
 
     def _run_ranks(self, folder: Path, error_file: Path, timeout_seconds: float) -> int:
@@ -141,7 +141,7 @@ class Supervisor:
         node, liveness = self._node, folder / "liveness"
         liveness.mkdir()
         files = {ERROR_FILE_ENV: str(error_file), OUTPUT_ENV: str(folder), LIVENESS_ENV: str(liveness)}
-        self._agent.start({**node.environment(), **files})
+        self._agent.start({**node.build_environment(), **files})
         self._started = True
         if self._stop.asked:  # while it started: the handler found nobody to ask
             self._ranks.ask_to_stop()
@@ -159,10 +159,10 @@ class Supervisor:
         """Return the error of this node's processes; None for none, which only the first node has to prove."""
         error = read_error(str(error_file))
         if error is None and returncode:
-            error = root_cause.silent_end(returncode)
+            error = root_cause.describe_silent_end(returncode)
         if root_cause.may_be_complete(error, self._stop) and self._is_complete(config):
             return None  # it was stopped when all was done: another attempt would have nothing to do
-        return root_cause.of_node(error, self._stop, self._node)
+        return root_cause.judge_node(error, self._stop, self._node)
 
     def _is_complete(self, config: Config) -> bool:
         """Tell whether the job is known to be complete; False while storage cannot say."""
@@ -235,7 +235,7 @@ class Supervisor:
                 self._ranks.ask_to_stop()
 
 
-def announce(node: NodeSpec, error: ErrorDocument, attempt: int | None) -> None:
+def announce_error(node: NodeSpec, error: ErrorDocument, attempt: int | None) -> None:
     """Say why this node failed: on the console, to Kubernetes and in error.json; storage last, as it may be slow."""
     name = os.environ.get(NODE_NAME_ENV) or socket.gethostname()
     where = {"node": name, "node_rank": node.node_rank, "pod": socket.gethostname()}
@@ -247,7 +247,7 @@ def announce(node: NodeSpec, error: ErrorDocument, attempt: int | None) -> None:
         return
     with best_effort("error.json could not be written", REPORT_SECONDS):
         # A node that was paused comes back: by then a newer attempt holds the run, or has completed it.
-        if attempt is None or attempts.last_attempt(node.paths) <= attempt:
+        if attempt is None or attempts.find_last_attempt(node.paths) <= attempt:
             publish_error(node.paths.error, document)
 
 

@@ -40,7 +40,7 @@ class Hang:
     rank: int
 
 
-def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang | None:
+def find_hang(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang | None:
     """Return the hang of a node's processes, or None if they get on.
 
     Args:
@@ -53,7 +53,7 @@ def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang
     silence = max(timeout_seconds, MIN_SILENCE_SECONDS)
     silent = {rank for rank, beat in watched.items() if now - beat.alive_at >= silence}
     if silent:
-        return _hang(silent, f"{SILENT} for {silence:g} s")
+        return _describe_hang(silent, f"{SILENT} for {silence:g} s")
     counted = {rank: beat for rank, beat in watched.items() if beat.counted}
     still = min((now - beat.progress_at for beat in counted.values()), default=0.0)
     if still < timeout_seconds:  # somebody moves: others may wait for it, but it gets on
@@ -62,7 +62,7 @@ def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang
     # collective operation is bounded, and would end with an error on the processes that are not at fault.
     resting = {rank for rank, beat in beats.items() if beat.watched_at and not beat.watched}
     if resting:
-        return _hang(resting, f"in validation, a checkpoint or its end, while others wait for {still:.0f} s")
+        return _describe_hang(resting, f"in validation, a checkpoint or its end, while others wait for {still:.0f} s")
     # Collective operations are begun in the same order everywhere: who has begun the fewest has not come to the one
     # that the others are in. Their ends say nothing, they may be noted in another order.
     least = min(beat.num_collectives for beat in counted.values())
@@ -71,15 +71,15 @@ def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang
     # begins up to a beat after its last operation.
     silent = {rank for rank in behind if now - counted[rank].alive_at > still / 2}
     if silent and len(behind) < len(counted):
-        return _hang(silent, f"{SILENT} while others wait for {still:.0f} s")
+        return _describe_hang(silent, f"{SILENT} while others wait for {still:.0f} s")
     if len(behind) < len(counted):
-        return _hang(behind, f"no progress for {still:.0f} s, while others wait")
+        return _describe_hang(behind, f"no progress for {still:.0f} s, while others wait")
     # All have begun as many. In different ones, they wait for each other for good; in the same one, or in none, they
     # compute or wait for another node: they get more time, and that node's supervisor is first to say what is wrong.
     operations = {rank: beat.operation for rank, beat in counted.items() if beat.operation}
     if len(set(operations.values())) > 1:
-        return _mismatch(operations, still)
-    return _hang(behind, f"no progress for {still:.0f} s") if still >= ALONE * timeout_seconds else None
+        return _describe_mismatch(operations, still)
+    return _describe_hang(behind, f"no progress for {still:.0f} s") if still >= ALONE * timeout_seconds else None
 
 
 class Watchdog:
@@ -91,8 +91,8 @@ class Watchdog:
 
     def look(self) -> Hang | None:
         """Read all beats; return the hang of the processes, or None if they get on."""
-        beats = {rank: liveness.read(path) for rank, path in self._paths.items()}
-        return found(beats, time.monotonic(), self._timeout_seconds)
+        beats = {rank: liveness.read_beat(path) for rank, path in self._paths.items()}
+        return find_hang(beats, time.monotonic(), self._timeout_seconds)
 
 
 def end_with_stacks(processes: Sequence[psutil.Process]) -> None:
@@ -106,7 +106,7 @@ def end_with_stacks(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
-def _mismatch(operations: Mapping[int, str], still_seconds: float) -> Hang:
+def _describe_mismatch(operations: Mapping[int, str], still_seconds: float) -> Hang:
     """Describe ranks that wait for each other in different operations; those that differ from most come first."""
     ranks_of: dict[str, list[int]] = {}
     for rank, operation in sorted(operations.items()):
@@ -124,7 +124,7 @@ def _join_ranks(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _hang(ranks: set[int], how: str) -> Hang:
+def _describe_hang(ranks: set[int], how: str) -> Hang:
     error = HangError(
         f"{_join_ranks(list(ranks))}: {how}",
         fix="the log of that rank says where it stands; if it was only slow, raise launch.timeout_seconds",

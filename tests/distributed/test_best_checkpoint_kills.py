@@ -29,7 +29,7 @@ def expected(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "stopped after 3 evaluations without improvement" in done.stdout
     (step, trained, _), _ = found = completion_of(paths)
-    assert trained == step + 30 < 120 and {name.step for name in commit.committed(paths)} == {trained, step}
+    assert trained == step + 30 < 120 and {name.step for name in commit.list_committed(paths)} == {trained, step}
     return found
 
 
@@ -50,7 +50,7 @@ def test_killed_at_any_moment_it_comes_to_the_same_best_one_and_the_same_end(tmp
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
     assert completion_of(paths) == expected
-    assert attempts.last_attempt(paths) == 2
+    assert attempts.find_last_attempt(paths) == 2
     again = jobs.run_worker(paths, resolved)
     assert again.returncode == 0 and "already complete" in again.stdout
 

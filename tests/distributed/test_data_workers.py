@@ -67,7 +67,7 @@ def test_samples_that_are_left_out_are_the_same_on_one_process_and_on_two_and_af
         done = jobs.run_worker(paths, resolved, processes=processes, DECODE_SCRIPT=script)
         assert done.returncode == 0, done.stdout + done.stderr
         curves[name] = jobs.losses(paths)
-        newest = storage.join(paths.checkpoints, str(commit.committed(paths)[0]))
+        newest = storage.join(paths.checkpoints, str(commit.list_committed(paths)[0]))
         left_out[name] = commit.read_checkpoint_manifest(newest)[0].bad_samples
         assert done.stdout.count("warning: left out") == len(left_out[name])
         assert documents.read(Completion, paths.complete).metrics["bad_samples"] == len(left_out[name])

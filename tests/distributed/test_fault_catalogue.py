@@ -74,7 +74,7 @@ def test_fault_24_a_node_that_was_paused_and_comes_back_changes_nothing(run, two
     for path in after.keys() - before.keys():  # it may have been killed in the middle of its save
         assert path.parts[0] == "checkpoints" and path.parts[1].endswith("-a1") and path.name != "COMMITTED", output
     assert jobs.losses(paths) == two_processes[1]
-    assert attempts.last_attempt(paths) == 2
+    assert attempts.find_last_attempt(paths) == 2
 
 
 def contents(paths):
@@ -91,7 +91,7 @@ def test_fault_25_of_two_groups_that_train_at_once_one_completes_and_the_other_s
     script = {"step": 2, "do": "await_file", "with": [str(tmp_path / "go on")]}
     both = [jobs.start_worker(paths, resolved, SCRIPT=json.dumps(script)) for _ in range(2)]
     deadline = time.monotonic() + 240
-    while attempts.last_attempt(paths) < 2:
+    while attempts.find_last_attempt(paths) < 2:
         assert time.monotonic() < deadline, "the second group has not begun"
         time.sleep(0.1)
     (tmp_path / "go on").touch()
@@ -110,7 +110,7 @@ def test_fault_32_a_stop_while_a_rank_waits_for_another_is_heard_when_the_step_e
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 143, output
-    assert 5 < commit.last_step(paths) < 10
+    assert 5 < commit.find_last_step(paths) < 10
     assert "everything up to it is committed" in storage.read_json(paths.error)["line"]
 
 
@@ -125,6 +125,6 @@ def test_fault_34_a_stop_that_reaches_one_node_stops_both_at_the_same_step(run, 
     outputs = [process.communicate(timeout=600)[0] for process in nodes]
     assert [process.returncode for process in nodes] == [143, 143], outputs
     error = storage.read_json(paths.error)
-    step = commit.last_step(paths)
+    step = commit.find_last_step(paths)
     assert error["kind"] == "Preempted" and f"stopped at step {step} of 20" in error["line"]
     assert 3 <= step < 10

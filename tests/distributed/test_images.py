@@ -49,7 +49,7 @@ def test_killed_and_resumed_it_sees_the_same_parts_of_the_same_images(photos, tm
     assert not storage.exists(paths.complete)
     resumed = jobs.run_worker(paths, resolved)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert attempts.last_attempt(paths) == 2
+    assert attempts.find_last_attempt(paths) == 2
     assert jobs.losses(paths) == jobs.losses(expected)
     assert weights(paths) == weights(expected) != []
 

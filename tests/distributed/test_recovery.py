@@ -37,7 +37,7 @@ def test_killed_at_any_step_and_resumed_gives_the_same_losses_bit_by_bit(tmp_pat
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
     assert jobs.losses(paths) == two_processes[1]
-    assert attempts.last_attempt(paths) == 2
+    assert attempts.find_last_attempt(paths) == 2
 
 
 def test_checkpoints_by_the_clock_of_the_first_process_are_everyones_and_the_curve_is_the_same(tmp_path, two_processes):
@@ -46,11 +46,11 @@ def test_checkpoints_by_the_clock_of_the_first_process_are_everyones_and_the_cur
     process = jobs.start_worker(paths, resolved, SCRIPT=json.dumps(script))
     jobs.wait_for_line(process, "step 14/20")
     jobs.kill_tree(process)
-    assert [name.step for name in commit.committed(paths)] == [13, 10]
+    assert [name.step for name in commit.list_committed(paths)] == [13, 10]
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on after step 13" in done.stdout and jobs.losses(paths) == two_processes[1]
-    assert [name.step for name in commit.committed(paths)] == [20, 10]
+    assert [name.step for name in commit.list_committed(paths)] == [20, 10]
 
 
 def test_sigterm_commits_the_very_step_and_ends_with_143(tmp_path, two_processes):
@@ -59,7 +59,7 @@ def test_sigterm_commits_the_very_step_and_ends_with_143(tmp_path, two_processes
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 143, output
-    step = commit.last_step(paths)
+    step = commit.find_last_step(paths)
     assert 7 <= step < 20
     assert f"stopped at step {step} of 20" in storage.read_json(paths.error)["line"]
     done = jobs.run_worker(paths, resolved)
@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, two_pr
     paths, resolved = jobs.make_run(tmp_path, [SCRIPTED, "checkpoint.asynchronous=false"])
     process = start(paths, resolved, 13)
     jobs.kill_tree(process)
-    newest = commit.committed(paths)[0]
+    newest = commit.list_committed(paths)[0]
     victim = storage.local_path(storage.join(paths.checkpoints, str(newest), "__1_0.distcp"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path, two_processes):
     done = jobs.run_worker(paths, other)
     assert done.returncode == 12
     assert "optimizer.learning_rate: 0.003 -> 0.1" in storage.read_json(paths.error)["line"]
-    assert attempts.last_attempt(paths) == 1  # it may be at work: the intruder has not claimed it
+    assert attempts.find_last_attempt(paths) == 1  # it may be at work: the intruder has not claimed it
 
 
 def test_a_complete_run_is_not_trained_again(two_processes):

@@ -46,7 +46,7 @@ def test_a_job_of_two_nodes_whose_launcher_falls_silent_commits_and_ends_for_goo
     assert (first.returncode, second.returncode) == (18, 143), outputs
     error = storage.read_json(paths.error)
     assert (error["kind"], error["exit_code"], error["node_rank"]) == ("LauncherGoneError", 18, 0)
-    step = commit.last_step(paths)
+    step = commit.find_last_step(paths)
     assert 7 <= step < 20
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,7 +137,7 @@ def test_a_second_sigterm_does_not_disturb_the_commit(run, two_processes):
     process.send_signal(signal.SIGTERM)
     assert_preempted(process, paths)
     assert "everything up to it is committed" in storage.read_json(paths.error)["line"]
-    assert 4 <= commit.last_step(paths) < 20
+    assert 4 <= commit.find_last_step(paths) < 20
     assert jobs.run_worker(paths, resolved).returncode == 0
     assert jobs.losses(paths) == two_processes[1]
 

@@ -39,10 +39,10 @@ def train(paths, resolved, processes, layout=(), after=0):
 def go_back(paths, step):
     """The run as it was when this step was committed."""
     storage.remove(paths.complete)
-    for name in commit.committed(paths):
+    for name in commit.list_committed(paths):
         if name.step > step:
             storage.remove(storage.join(paths.checkpoints, str(name)))
-    assert commit.last_step(paths) == step
+    assert commit.find_last_step(paths) == step
 
 
 def assert_same(found, expected):

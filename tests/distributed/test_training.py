@@ -50,7 +50,7 @@ def test_completion_states_what_was_reached(two_processes):
     manifest, digest = commit.read_checkpoint_manifest(completion.checkpoint_uri)
     assert digest == completion.checkpoint_digest
     commit.verify_files(completion.checkpoint_uri, manifest.files)
-    assert 1 <= len(commit.committed(paths)) <= 2
+    assert 1 <= len(commit.list_committed(paths)) <= 2
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(tmp_path):
@@ -74,7 +74,7 @@ def test_a_layout_that_cannot_be_is_a_config_error(tmp_path, overrides, processe
     assert done.returncode == code, done.stdout + done.stderr
     assert message in storage.read_json(paths.error)["line"]
     assert not storage.exists(paths.complete)
-    assert commit.committed(paths) == []
+    assert commit.list_committed(paths) == []
 
 
 def test_weights_that_numpy_and_random_draw_are_the_same_on_any_number_of_processes(tmp_path):
@@ -126,7 +126,7 @@ def test_a_torn_shard_is_found_before_the_first_step(tmp_path):
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 11
     assert shard.name in storage.read_json(paths.error)["line"]
-    assert "step 1/" not in done.stdout and commit.last_step(paths) == 0
+    assert "step 1/" not in done.stdout and commit.find_last_step(paths) == 0
 
 
 def test_bf16_trains_and_says_so(tmp_path, reference):

@@ -44,7 +44,7 @@ with join_world(timeout_seconds=10.0) as world:
 def outputs_of(case, folder):
     """What each of two processes prints."""
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    with store_socket.listen(2) as listener:
+    with store_socket.open_listener(2) as listener:
         shared["MASTER_PORT"] = str(listener.getsockname()[1])
         processes = [
             subprocess.Popen(

@@ -49,7 +49,7 @@ def test_a_launcher_that_is_killed_is_succeeded_by_one_that_adopts_the_job(kfp_s
     second = kfp_steps.start("train", {"run_uri": run_uri})
     log = kfp_steps.finish(second)
     assert "is there already: following it" in log and "step 60/60" in log
-    assert attempts.last_attempt(RunPaths(run_uri)) == 1, "one training, whoever followed it"
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1, "one training, whoever followed it"
     assert jobs_of(kfp_steps.namespace, run_uri) == [] and job["metadata"]["name"] in log
 
 

@@ -33,7 +33,7 @@ def test_an_error_of_the_users_code_is_permanent_and_named(faulty, namespace, tm
     assert (found.failure_class.value, found.exit_code, found.rank) == ("user code", 16, 0)
     assert "the model is not right" in found.line and found.node.startswith("node")
     assert any("ValueError" in line for line in found.last_lines)
-    assert attempts.last_attempt(RunPaths(run_uri)) == 1 and namespace.jobs() == {}
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1 and namespace.jobs() == {}
 
 
 @pytest.mark.parametrize("fault", ["retryable", "terminate"])
@@ -41,7 +41,7 @@ def test_a_passing_fault_costs_one_attempt(fault, faulty, tmp_path):
     marker = f"{faulty['run.storage_root']}/{tmp_path.name}-{fault}"
     run_uri = start({**faulty, "task.fault": fault, "task.marker": marker}, tmp_path)
     kftrain("train", run_uri, folder=tmp_path)
-    assert attempts.last_attempt(RunPaths(run_uri)) == 2
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 2
     assert sorted(losses(RunPaths(run_uri))) == list(range(1, 41))
 
 
@@ -90,7 +90,7 @@ def test_the_operator_is_away_for_a_while(faulty, namespace, operator, tmp_path)
         command.wait_for("checkpoint at step 10 started")
         operator.restart()
         command.finish()
-    assert attempts.last_attempt(RunPaths(run_uri)) == 1
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1
 
 
 def test_creation_waits_for_the_operator(faulty, operator, tmp_path):
@@ -110,4 +110,4 @@ def test_a_suspended_job_goes_on_where_it_was(faulty, namespace, tmp_path):
         wait_until(lambda: not namespace.workers(), 60, "the end of the pods")
         kftrain("unsuspend", run_uri, "-n", namespace.name, folder=tmp_path)
         command.finish()
-    assert "going on after step" in command.output and attempts.last_attempt(RunPaths(run_uri)) == 2
+    assert "going on after step" in command.output and attempts.find_last_attempt(RunPaths(run_uri)) == 2

@@ -80,7 +80,7 @@ def test_a_job_waits_with_the_reason_is_preempted_and_goes_on(queued, queue, tmp
         victim.finish()
     assert "insufficient unused quota for cpu" in victim.output
     assert "going on after step" in victim.output
-    assert attempts.last_attempt(RunPaths(low)) == 2 and attempts.last_attempt(RunPaths(high)) == 1
+    assert attempts.find_last_attempt(RunPaths(low)) == 2 and attempts.find_last_attempt(RunPaths(high)) == 1
 
 
 def test_what_never_fits_fails_at_once(queued, tmp_path):

@@ -40,7 +40,7 @@ def test_the_api_server_is_away_for_a_minute(settings, namespace, disturb, tmp_p
         command.wait_for("the API server answers again")
         command.finish()
     assert command.output.count("does not answer") == 1
-    assert attempts.last_attempt(RunPaths(run_uri)) == 1 and namespace.jobs() == {}
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1 and namespace.jobs() == {}
 
 
 def test_a_dead_node_is_named_and_costs_one_attempt(settings, namespace, operator, disturb, tmp_path):
@@ -55,7 +55,7 @@ def test_a_dead_node_is_named_and_costs_one_attempt(settings, namespace, operato
         command.wait_for(f"node {victim.spec.node_name}, which does not answer", 120)
         command.wait_for("was taken off node", 400)
         command.finish(seconds=900)
-    assert attempts.last_attempt(RunPaths(run_uri)) >= 2
+    assert attempts.find_last_attempt(RunPaths(run_uri)) >= 2
     assert "going on after step" in command.output
 
 

@@ -48,7 +48,7 @@ def test_a_deleted_worker_costs_one_attempt_and_no_step(settings, namespace, lap
         namespace.delete_pod(next(name for name in namespace.workers() if name.endswith("-worker-1")))
         training.finish()
     assert losses(RunPaths(run_uri)) == laptop_losses
-    assert attempts.last_attempt(RunPaths(run_uri)) == 2
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 2
     assert "attempt 2:" in training.output and "going on after step" in training.output
 
 

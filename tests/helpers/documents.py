@@ -6,6 +6,7 @@ import json
 from kftrain import config
 from kftrain.core import storage
 from kftrain.evaluate.identity import evaluation_digest
+from kftrain.run.commit import FileEntry
 from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, RunShards
 from kftrain.run.paths import RunPaths
 from kftrain.sharding.shard_dataset import shard_dataset
@@ -123,7 +124,7 @@ def finished_run(root, *overrides):
 
 
 def publish_commit(paths, step=10, identity=None):
-    """A committed checkpoint as `commit.committed` sees it: the run has trained. With an identity it has a manifest."""
+    """A committed checkpoint as readers list it: the run has trained. With an identity it has a manifest."""
     folder, digest = f"{paths.checkpoints}/step-{step:08d}-a1", "0" * 64
     if identity is not None:
         numbers = {"step": step, "samples_consumed": 1, "attempt": 1, "world_size": 1, "files": {}}
@@ -157,3 +158,8 @@ def publish_described_export(uri, description, task_files=None):
     manifest = json.dumps({"schema_version": 1, "step": 1, "files": files, **digests})
     storage.publish(f"{uri}/manifest.json", manifest)
     return hashlib.sha256(manifest.encode()).hexdigest()
+
+
+def entry_of(uri):
+    """A file's size and digest as it lies in storage."""
+    return FileEntry(bytes=storage.size_bytes(uri), sha256=storage.sha256_file(uri))

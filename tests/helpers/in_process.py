@@ -28,7 +28,7 @@ def world(monkeypatch):
 @contextlib.contextmanager
 def alone(monkeypatch):
     """The environment of the only rank of a job; torch's random state and threads are as before afterwards."""
-    listener = store_socket.listen(1)
+    listener = store_socket.open_listener(1)
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     names |= {"MASTER_PORT": str(listener.getsockname()[1]), store_socket.STORE_ENV: str(listener.detach())}
     for name, value in names.items():

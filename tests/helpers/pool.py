@@ -63,7 +63,7 @@ class Pool:
 
     def _start(self):
         SERVER.set_forkserver_preload(["torch", "kftrain.train.session", "torch._dynamo", "pytest"])
-        with store_socket.listen(self.size) as listener:
+        with store_socket.open_listener(self.size) as listener:
             port = listener.getsockname()[1]
             for rank in range(self.size):
                 pipe, theirs = SERVER.Pipe()

@@ -40,7 +40,7 @@ def test_the_champion_is_the_best_checkpoint_and_every_page_says_why(tmp_path):
     errors = {point["step"]: point["validation/mse"] for point in history if "validation/mse" in point}
     assert completion.step == min(errors, key=errors.get) < completion.trained_steps < 120
     assert registered.promoted and registered.challenger.value == pytest.approx(min(errors.values()), rel=1e-9)
-    line = completion.chosen(120)
+    line = completion.explain_choice(120)
     assert line.endswith("stopped after 4 evaluations without improvement")
     listed = kftrain(tmp_path, "runs", str(tmp_path))
     assert line in done.stdout and line in listed.stdout

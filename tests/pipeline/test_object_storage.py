@@ -82,7 +82,7 @@ def test_a_killed_run_goes_on_from_the_object_store_and_equals_one_that_was_left
     assert second.returncode == 0, output
     assert "going on after step" in output
     assert read(Registration, paths.registration).promoted
-    assert commit.last_step(paths) == 100
+    assert commit.find_last_step(paths) == 100
     assert "<html" in storage.read_text(paths.report)
 
     reference = kftrain(

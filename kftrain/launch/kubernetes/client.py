@@ -22,7 +22,7 @@ from typing import Any
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import ownership
-from kftrain.launch.kubernetes.retry import FORBIDDEN_SECONDS, PASSING, UNAUTHORIZED, RetryPolicy, message_of
+from kftrain.launch.kubernetes.retry import FORBIDDEN_SECONDS, PASSING, UNAUTHORIZED, RetryPolicy, format_message
 
 WORKLOADS = ("kueue.x-k8s.io", "v1beta1", "workloads")
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
@@ -47,8 +47,8 @@ class Cluster:
 
         configuration, default_namespace = _connect()
         self.namespace = namespace or default_namespace
-        self.identity = ownership.identity_of(configuration)
-        """Digest that tells this cluster from others, see `ownership.identity_of`."""
+        self.identity = ownership.identify_cluster(configuration)
+        """Digest that tells this cluster from others, see `ownership.identify_cluster`."""
         self.own_namespace = default_namespace if SERVICE_ACCOUNT.exists() else ""
         """Namespace of the pod that this process runs in; empty outside a cluster."""
         api_client = client.ApiClient(configuration)
@@ -74,7 +74,7 @@ class Cluster:
     def read_pod(self, name: str, namespace: str = "") -> Object | None:
         """Return a pod of the jobs' namespace, or of `namespace`; None where it is gone. Raises LaunchError."""
         reading = self._json(self._core.read_namespaced_pod)
-        return self._read(f"pod {name} cannot be read", reading, name, namespace or self.namespace)
+        return self._read_object(f"pod {name} cannot be read", reading, name, namespace or self.namespace)
 
     def force_delete_pod(self, name: str, uid: str) -> bool:
         """Delete a pod from the API server without asking its node, which must be known to be dead.
@@ -98,13 +98,13 @@ class Cluster:
         selector = f"{WORKLOAD_JOB_LABEL}={job_uid}"
         listing = self._custom.list_namespaced_custom_object
         workloads = self._explain(
-            LIST_WORKLOADS, EXPLAIN_OUTAGE_SECONDS, listing, *self._at(WORKLOADS), label_selector=selector
+            LIST_WORKLOADS, EXPLAIN_OUTAGE_SECONDS, listing, *self._locate(WORKLOADS), label_selector=selector
         )
         return workloads[0] if workloads else None
 
     def patch_workload(self, name: str, patch: Object) -> bool:
         """Merge `patch` into a Kueue Workload; False where the Workload is gone. Raises LaunchError."""
-        return self._patch("the Workload cannot be changed", WORKLOADS, name, patch)
+        return self._patch_object("the Workload cannot be changed", WORKLOADS, name, patch)
 
     @property
     def sees_workloads(self) -> bool:
@@ -123,7 +123,7 @@ class Cluster:
         seconds.
         """
         reading, seconds = self._custom.get_namespaced_custom_object, None if retried else EXPLAIN_OUTAGE_SECONDS
-        answer = self._explain("get workflows", seconds, reading, *self._at(WORKFLOWS), name)
+        answer = self._explain("get workflows", seconds, reading, *self._locate(WORKFLOWS), name)
         return answer if isinstance(answer, dict) else None
 
     @property
@@ -133,33 +133,26 @@ class Cluster:
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
-    def _at(self, kind: tuple[str, ...]) -> tuple[str, str, str, str]:
+    def _locate(self, kind: tuple[str, ...]) -> tuple[str, str, str, str]:
         return kind[0], kind[1], self.namespace, kind[2]
 
-    def _read(self, what: str, method: Callable[..., Any], *arguments: Any) -> Object | None:
+    def _read_object(self, what: str, method: Callable[..., Any], *arguments: Any) -> Object | None:
         try:
             item = self._call(method, *arguments)
         except self._api_exception as error:
             if error.status == NOT_FOUND:
                 return None
-            raise self._refused(what, error) from error
+            raise self._make_refusal(what, error) from error
         assert isinstance(item, dict)
         return item
 
-    def _list(self, what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> list[Object]:
+    def _patch_object(self, what: str, kind: tuple[str, ...], name: str, patch: Object) -> bool:
         try:
-            listing = self._call(method, *arguments, **options)
-        except self._api_exception as error:
-            raise self._refused(f"the {what} cannot be listed", error) from error
-        return list(listing["items"])
-
-    def _patch(self, what: str, kind: tuple[str, ...], name: str, patch: Object) -> bool:
-        try:
-            self._call(self._custom.patch_namespaced_custom_object, *self._at(kind), name, patch)
+            self._call(self._custom.patch_namespaced_custom_object, *self._locate(kind), name, patch)
         except self._api_exception as error:
             if error.status == NOT_FOUND:
                 return False
-            raise self._refused(what, error) from error
+            raise self._make_refusal(what, error) from error
         return True
 
     def _explain(
@@ -211,7 +204,7 @@ class Cluster:
             if error.status == FORBIDDEN and verb not in self._always_asked:
                 self._forbidden.add(verb)
         if not known:
-            why = "may not" if error.status == FORBIDDEN else f"{message_of(error)}: cannot"
+            why = "may not" if error.status == FORBIDDEN else f"{format_message(error)}: cannot"
             self._warn(f"{why} {verb} in namespace {self.namespace}: some of what happens stays unknown")
 
     def _json(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,18 +223,18 @@ class Cluster:
         if verb in self._forbidden:
             return
         try:
-            with self._raw_get(path, query) as response:
+            with self._open_stream(path, query) as response:
                 self._note_allowed(verb)
-                yield from _lines(response, limit)
+                yield from _split_lines(response, limit)
         except self._api_exception as error:
             if error.status == FORBIDDEN:
                 self._say_forbidden(verb, error)
             elif error.status == UNAUTHORIZED or error.status in PASSING:
-                raise ConnectionError(message_of(error)) from error
+                raise ConnectionError(format_message(error)) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ConnectionError(f"{verb}: {type(error).__name__}") from error
 
-    def _raw_get(self, path: str, query: list[tuple[str, str]]) -> Any:
+    def _open_stream(self, path: str, query: list[tuple[str, str]]) -> Any:
         return self._core.api_client.call_api(
             path,
             "GET",
@@ -252,11 +245,11 @@ class Cluster:
             _request_timeout=STREAM_TIMEOUT_SECONDS,
         )
 
-    def _refused(self, what: str, error: Any) -> LaunchError:
-        return LaunchError(f"{what}: {message_of(error)}", where=f"namespace {self.namespace}")
+    def _make_refusal(self, what: str, error: Any) -> LaunchError:
+        return LaunchError(f"{what}: {format_message(error)}", where=f"namespace {self.namespace}")
 
 
-def _lines(response: Any, limit: int | None) -> Iterator[bytes]:
+def _split_lines(response: Any, limit: int | None) -> Iterator[bytes]:
     """Split a response into lines with their newlines, each cut to `limit` bytes; a torn last line has no newline."""
     rest = b""
     for chunk in response.stream():

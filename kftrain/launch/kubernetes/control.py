@@ -26,10 +26,10 @@ from kftrain.launch.kubernetes.labels import (
     RUN_LABEL,
     SUSPENDED_ANNOTATION,
     TASK_LABEL,
-    label_value,
+    make_label_value,
     selector,
 )
-from kftrain.launch.kubernetes.lease import any_pods, delete_own
+from kftrain.launch.kubernetes.lease import delete_own, has_pods_at_work
 from kftrain.launch.kubernetes.logs import Logs
 from kftrain.launch.kubernetes.observation import Observation
 from kftrain.run.paths import RunPaths
@@ -81,11 +81,31 @@ class ClusterJobs:
 
     def describe(self, run: str) -> list[JobStatus]:
         """Return the status of the run's jobs: see `Jobs.describe`."""
-        return status(self.clusters, RunPaths(run).run_id)
+        jobs = list_run_jobs(self.clusters, RunPaths(run).run_id)
+        jobs.sort(key=lambda pair: str(pair[1]["metadata"]["creationTimestamp"]))
+        events = [observation.parse_event(event) for event in self.clusters[0].list_warnings()] if jobs else []
+        return [_make_status(cluster, job, events, time.time()) for cluster, job in jobs]
 
     def cancel(self, run: str) -> list[str]:
         """Delete the run's jobs and wait until their pods are gone: see `Jobs.cancel`."""
-        return cancel(self.clusters, RunPaths(run).run_id)
+        run_id = RunPaths(run).run_id
+        jobs = [
+            (cluster, str(job["metadata"]["name"]), job["metadata"]["uid"])
+            for cluster, job in _find_jobs(self.clusters, run_id)
+        ]
+        for cluster, name, uid in jobs:
+            cluster.delete_job(name, uid)
+        deadline = time.monotonic() + GOING_SECONDS
+        while any(has_pods_at_work(cluster, name) for cluster, name, _ in jobs):
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    "the job is deleted, but its pods do not go: their node may be dead",
+                    where=f"namespace {self.clusters[0].namespace}",
+                    value=run_id,
+                    fix="kubectl get pods -o wide shows the node; delete them with --force --grace-period=0 if it is",
+                )
+            time.sleep(POLL_SECONDS)
+        return [name for _, name, _ in jobs]
 
     def suspend(self, run: str) -> list[str]:
         """Suspend the run's jobs, by their queue where they have one: see `Jobs.suspend`."""
@@ -119,49 +139,19 @@ def list_jobs(clusters: Sequence[JobClient], selected: str) -> list[tuple[JobCli
     return jobs
 
 
-def jobs_of(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:
+def list_run_jobs(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:
     """List the jobs of a run, by its id; an empty id lists those of all runs. Raises LaunchError."""
     return list_jobs(clusters, selector(RUN_LABEL, run) if run else RUN_LABEL)
-
-
-def status(clusters: Sequence[JobClient], run: str = "") -> list[JobStatus]:
-    """Return the status of the jobs of the namespace, or of one run, oldest first. Raises LaunchError."""
-    jobs = sorted(jobs_of(clusters, run), key=lambda pair: str(pair[1]["metadata"]["creationTimestamp"]))
-    events = [observation.parse_event(event) for event in clusters[0].list_warnings()] if jobs else []
-    return [_status(cluster, job, events, time.time()) for cluster, job in jobs]
-
-
-def cancel(clusters: Sequence[JobClient], run: str) -> list[str]:
-    """Delete the jobs of a run and wait until their pods are gone; return the jobs' names. Raises LaunchError.
-
-    Workers commit a checkpoint first, within the grace of their pods.
-    """
-    jobs = [
-        (cluster, str(job["metadata"]["name"]), job["metadata"]["uid"]) for cluster, job in _find_jobs(clusters, run)
-    ]
-    for cluster, name, uid in jobs:
-        cluster.delete_job(name, uid)
-    deadline = time.monotonic() + GOING_SECONDS
-    while any(any_pods(cluster, name) for cluster, name, _ in jobs):
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                "the job is deleted, but its pods do not go: their node may be dead",
-                where=f"namespace {clusters[0].namespace}",
-                value=run,
-                fix="kubectl get pods -o wide shows the node; delete them with --force --grace-period=0 if it is",
-            )
-        time.sleep(POLL_SECONDS)
-    return [name for _, name, _ in jobs]
 
 
 def collect_garbage(clusters: Sequence[JobClient], dry_run: bool = False) -> list[Garbage]:
     """Delete the jobs that nobody else will delete, unless `dry_run`; return them. Raises LaunchError."""
     collected = []
-    for cluster, job in jobs_of(clusters, ""):
-        workflow = _workflow_name(job)
+    for cluster, job in list_run_jobs(clusters, ""):
+        workflow = _find_workflow_name(job)
         owner = cluster.read_workflow(workflow) if workflow else None
         phase = str(((owner or {}).get("status") or {}).get("phase", ""))
-        why = why_garbage(cluster.kind, job, phase, time.time())
+        why = explain_garbage(cluster.kind, job, phase, time.time())
         if why:
             metadata = job["metadata"]
             collected.append((cluster, Garbage(metadata["name"], metadata["uid"], metadata["resourceVersion"], why)))
@@ -170,7 +160,7 @@ def collect_garbage(clusters: Sequence[JobClient], dry_run: bool = False) -> lis
     return [garbage for _, garbage in collected]
 
 
-def why_garbage(kind: Kind, job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
+def explain_garbage(kind: Kind, job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
     """Return the reason why nobody else will delete a job; empty where somebody will.
 
     Args:
@@ -185,24 +175,24 @@ def why_garbage(kind: Kind, job: Mapping[str, Any], workflow_phase: str, now: fl
     if workflow_phase in ENDED_PHASES:
         return f"its pipeline run has ended: {workflow_phase}"
     annotations = metadata.get("annotations") or {}
-    seen = observation.last_seen(job)
+    seen = observation.find_last_look(job)
     if workflow_phase in GOING_PHASES:  # a launcher that may not annotate leaves no trace of its looks
         return ""
-    ended = kind.conditions(job) & ENDED
+    ended = kind.read_conditions(job) & ENDED
     if ended and now - seen > FINISHED_SECONDS:
         return f"it has ended: {min(ended)}"
     if SUSPENDED_ANNOTATION in annotations:
         return ""
-    limit = UNSEEN_SECONDS if _workflow_name(job) else ABANDONED_SECONDS
+    limit = UNSEEN_SECONDS if _find_workflow_name(job) else ABANDONED_SECONDS
     return f"no launcher has looked at it for {(now - seen) / 3600:.0f} h" if now - seen > limit else ""
 
 
 def _find_jobs(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:
     """List the jobs of a run. Raises LaunchError, with the runs that do have jobs, where there are none."""
     assert run, "no run would mean every run"
-    jobs = jobs_of(clusters, run)
+    jobs = list_run_jobs(clusters, run)
     if not jobs:
-        others = sorted({job["metadata"]["labels"][RUN_LABEL] for _, job in jobs_of(clusters, "")})
+        others = sorted({job["metadata"]["labels"][RUN_LABEL] for _, job in list_run_jobs(clusters, "")})
         raise LaunchError(
             "this run has no job",
             where=f"namespace {clusters[0].namespace}",
@@ -212,10 +202,12 @@ def _find_jobs(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient,
     return jobs
 
 
-def _status(cluster: JobClient, job: Mapping[str, Any], events: Sequence[observation.Event], now: float) -> JobStatus:
+def _make_status(
+    cluster: JobClient, job: Mapping[str, Any], events: Sequence[observation.Event], now: float
+) -> JobStatus:
     metadata, labels = job["metadata"], job["metadata"]["labels"]
     parsed = observation.parse_job(job, now, cluster.kind)
-    pods = observation.newest(observation.parse_pods(cluster.list_pods(metadata["name"]), now, cluster.kind))
+    pods = observation.keep_newest(observation.parse_pods(cluster.list_pods(metadata["name"]), now, cluster.kind))
     workload = cluster.find_workload(parsed.uid) if parsed.has_queue else None
     progress = (metadata.get("annotations") or {}).get(PROGRESS_ANNOTATION, "")
     step, target = observation.parse_progress(progress)
@@ -244,17 +236,17 @@ def _status(cluster: JobClient, job: Mapping[str, Any], events: Sequence[observa
 def _print_logs(cluster: JobClient, job: Mapping[str, Any], follow: bool, write: Callable[[str], None]) -> None:
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
     kind = cluster.kind
-    logs = Logs(cluster, sum(kind.replicas(job).values()), write, follow, limited=False)
-    has_ended = bool(kind.conditions(job) & ENDED)
+    logs = Logs(cluster, sum(kind.count_replicas(job).values()), write, follow, limited=False)
+    has_ended = bool(kind.read_conditions(job) & ENDED)
     while True:
-        pods = observation.newest(observation.parse_pods(cluster.list_pods(name), time.time(), kind))
+        pods = observation.keep_newest(observation.parse_pods(cluster.list_pods(name), time.time(), kind))
         now = cluster.read_job(name)  # after its pods: where it is still the same, they are not those of a later job
         if now is None or now["metadata"]["uid"] != uid:
             break
         logs.follow(pods)
         if not follow or has_ended or logs.is_broken:
             break
-        has_ended = bool(kind.conditions(now) & ENDED)
+        has_ended = bool(kind.read_conditions(now) & ENDED)
         if not has_ended:  # else once more: a last pod may have come after the look at the pods
             time.sleep(POLL_SECONDS)
     logs.drain()
@@ -267,10 +259,10 @@ def _set_suspended(cluster: JobClient, job: Mapping[str, Any], since: str | None
     written before the Workload is stopped, and removed only after the Workload was let go.
     """
     name, suspended = str(job["metadata"]["name"]), since is not None
-    workload = _workload_name(cluster, job)
+    workload = _find_workload_name(cluster, job)
     mark: dict[str, Any] = {"metadata": {"annotations": {SUSPENDED_ANNOTATION: since}}}
     if not workload:
-        cluster.patch_job(name, {**mark, **cluster.kind.suspension(suspended)})
+        cluster.patch_job(name, {**mark, **cluster.kind.build_suspension(suspended)})
         return name
     if suspended:
         cluster.patch_job(name, mark)
@@ -280,7 +272,7 @@ def _set_suspended(cluster: JobClient, job: Mapping[str, Any], since: str | None
     return name
 
 
-def _workload_name(cluster: JobClient, job: Mapping[str, Any]) -> str:
+def _find_workload_name(cluster: JobClient, job: Mapping[str, Any]) -> str:
     """Return the name of a job's Workload; empty where the job has no queue. Raises LaunchError if it is not there."""
     if QUEUE_LABEL not in job["metadata"]["labels"]:
         return ""
@@ -294,7 +286,7 @@ def _workload_name(cluster: JobClient, job: Mapping[str, Any]) -> str:
     return str(workload["metadata"]["name"])
 
 
-def _workflow_name(job: Mapping[str, Any]) -> str:
+def _find_workflow_name(job: Mapping[str, Any]) -> str:
     owners = job["metadata"].get("ownerReferences") or []
     return next((str(owner["name"]) for owner in owners if owner["kind"] == "Workflow"), "")
 
@@ -343,5 +335,5 @@ def belongs(kind: Kind, job: Mapping[str, Any], workflow_uid: str, job_id: str, 
     owners = [owner["uid"] for owner in metadata.get("ownerReferences") or [] if owner["kind"] == "Workflow"]
     label = (metadata.get("labels") or {}).get(KFP_RUN_LABEL, "")
     if owners or label:
-        return workflow_uid in owners or (bool(label) and label == label_value(job_id))
-    return not workflow_uid and kind.started_for(job) == config_digest
+        return workflow_uid in owners or (bool(label) and label == make_label_value(job_id))
+    return not workflow_uid and kind.read_config_digest(job) == config_digest

@@ -37,11 +37,11 @@ class JobClient(Cluster):
         """
         create = self._custom.create_namespaced_custom_object
         try:
-            created = self._call(create, *self._at(self._resource), document, field_validation="Strict")
+            created = self._call(create, *self._locate(self._resource), document, field_validation="Strict")
         except self._api_exception as error:
             if error.status == CONFLICT:
                 return None
-            raise self._refused("the API server refused the job", error) from error
+            raise self._make_refusal("the API server refused the job", error) from error
         return str(created["metadata"]["uid"])
 
     def knows_jobs(self) -> bool:
@@ -51,10 +51,10 @@ class JobClient(Cluster):
         except self._api_exception as error:
             if error.status == NOT_FOUND:
                 return False
-            raise self._refused("the API server does not say what it knows", error) from error
+            raise self._make_refusal("the API server does not say what it knows", error) from error
         return any(resource.name == self.kind.plural for resource in served.resources)
 
-    def may(self, verb: str) -> bool:
+    def is_allowed(self, verb: str) -> bool:
         """Tell whether this account may `verb` jobs; True where the API server does not say. Raises LaunchError."""
         attributes = {"namespace": self.namespace, "verb": verb, "group": self.kind.group, "resource": self.kind.plural}
         create = self._json(self._access.create_self_subject_access_review)
@@ -63,17 +63,17 @@ class JobClient(Cluster):
 
     def read_job(self, name: str) -> Object | None:
         """Return a job as it is now; None where it is gone. Raises LaunchError."""
-        return self._read(
-            "the job cannot be read", self._custom.get_namespaced_custom_object, *self._at(self._resource), name
+        return self._read_object(
+            "the job cannot be read", self._custom.get_namespaced_custom_object, *self._locate(self._resource), name
         )
 
     def list_jobs(self, selector: str) -> list[Object]:
         """List the jobs with these labels. Raises LaunchError; NotServedError where this account sees no such kind."""
         listing = self._custom.list_namespaced_custom_object
         try:
-            jobs = self._call(listing, *self._at(self._resource), label_selector=selector)
+            jobs = self._call(listing, *self._locate(self._resource), label_selector=selector)
         except self._api_exception as error:
-            refused = self._refused("the jobs cannot be listed", error)
+            refused = self._make_refusal("the jobs cannot be listed", error)
             if error.status in (FORBIDDEN, NOT_FOUND):
                 raise NotServedError(refused.what, where=refused.where) from error
             raise refused from error
@@ -90,20 +90,20 @@ class JobClient(Cluster):
         if conditions:
             options["preconditions"] = conditions
         try:
-            self._call(self._custom.delete_namespaced_custom_object, *self._at(self._resource), name, body=options)
+            self._call(self._custom.delete_namespaced_custom_object, *self._locate(self._resource), name, body=options)
         except self._api_exception as error:
             if error.status not in (NOT_FOUND, CONFLICT):
-                raise self._refused("the job cannot be deleted", error) from error
+                raise self._make_refusal("the job cannot be deleted", error) from error
 
     def patch_job(self, name: str, patch: Object) -> bool:
         """Merge `patch` into a job; False where the job is gone. Raises LaunchError."""
-        return self._patch("the job cannot be changed", self._resource, name, patch)
+        return self._patch_object("the job cannot be changed", self._resource, name, patch)
 
     def annotate_job(self, name: str, annotations: Mapping[str, str]) -> None:
         """Write annotations for people onto a job, if the API server takes them now: nothing depends on them."""
         patch = {"metadata": {"annotations": dict(annotations)}}
         method = self._custom.patch_namespaced_custom_object
-        self._explain(self._patch_verb, 0.0, method, *self._at(self._resource), name, patch)
+        self._explain(self._patch_verb, 0.0, method, *self._locate(self._resource), name, patch)
 
     def take_over_job(self, name: str, metadata: Object) -> bool:
         """Merge `metadata` into a job, so that it says whose the job is now; False where that is not possible.
@@ -112,17 +112,21 @@ class JobClient(Cluster):
         LaunchError after an outage.
         """
         method, patch = self._custom.patch_namespaced_custom_object, {"metadata": metadata}
-        return self._explain(self._patch_verb, None, method, *self._at(self._resource), name, patch) is not None
+        return self._explain(self._patch_verb, None, method, *self._locate(self._resource), name, patch) is not None
 
     def list_pods(self, job_name: str) -> list[Object]:
         """List the pods that bear the label of a job. Raises LaunchError."""
         listing = self._json(self._core.list_namespaced_pod)
-        return self._list("pods", listing, self.namespace, label_selector=self.kind.pod_selector(job_name))
+        try:
+            pods = self._call(listing, self.namespace, label_selector=self.kind.make_pod_selector(job_name))
+        except self._api_exception as error:
+            raise self._make_refusal("the pods cannot be listed", error) from error
+        return list(pods["items"])
 
     def watch_pods(self, job_name: str) -> Iterator[Object]:
         """Yield the job's pods as they are, then as they change, for a minute or until the connection breaks."""
         path = f"/api/v1/namespaces/{self.namespace}/pods"
-        query = [("labelSelector", self.kind.pod_selector(job_name)), ("watch", "true"), ("timeoutSeconds", "55")]
+        query = [("labelSelector", self.kind.make_pod_selector(job_name)), ("watch", "true"), ("timeoutSeconds", "55")]
         with contextlib.suppress(ConnectionError):
             for line in self._stream("watch pods", path, query):
                 try:

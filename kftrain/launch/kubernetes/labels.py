@@ -26,11 +26,11 @@ SUSPENDED_ANNOTATION = "kftrain.io/suspended"
 """Time of `kftrain suspend`; removed by `kftrain unsuspend`."""
 
 
-def label_value(text: str) -> str:
+def make_label_value(text: str) -> str:
     """Turn a text into a valid value of a Kubernetes label: other characters become `-`, 63 characters at most."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:63].strip("-_.")
 
 
 def selector(label: str, value: str) -> str:
     """Build a label selector for the objects whose `label` has this value, such as the id of a run."""
-    return f"{label}={label_value(value)}"
+    return f"{label}={make_label_value(value)}"

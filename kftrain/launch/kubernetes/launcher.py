@@ -22,14 +22,14 @@ from kftrain.launch.kubernetes import diagnosis, ownership
 from kftrain.launch.kubernetes.control import ClusterJobs, delete_jobs
 from kftrain.launch.kubernetes.diagnosis import JobFailedError
 from kftrain.launch.kubernetes.job_client import JobClient
-from kftrain.launch.kubernetes.kinds import all_kinds
+from kftrain.launch.kubernetes.kinds import load_kinds
 from kftrain.launch.kubernetes.kinds.kind import Kind
-from kftrain.launch.kubernetes.lease import Lease, any_pods, create_or_adopt, delete_held
+from kftrain.launch.kubernetes.lease import Lease, create_or_adopt, delete_held, has_pods_at_work
 from kftrain.launch.kubernetes.states import State
 from kftrain.launch.kubernetes.watcher import Watcher
 from kftrain.launch.kubernetes.workflow import TerminateWatch
 from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
-from kftrain.process.signals import INTERRUPT, STOP, handled
+from kftrain.process.signals import INTERRUPT, STOP, handle_signals
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.heartbeat import Heartbeat
@@ -39,6 +39,9 @@ POLL_SECONDS = 1.0
 GOING_SECONDS = 300.0
 LAUNCHER_TIMEOUT_SECONDS = 1800
 """A job whose launcher has been silent for so long commits and ends; only where the launcher runs in the cluster."""
+
+NEEDED = ("create", "get", "list", "delete")
+"""Verbs that a launcher needs for its jobs; it can do without the others."""
 
 
 class ClusterLauncher(ClusterJobs):
@@ -59,7 +62,18 @@ class ClusterLauncher(ClusterJobs):
 
     def check(self) -> None:
         """Raise LaunchError if this account cannot create such jobs on the cluster: see `Launcher.check`."""
-        require_jobs(self._cluster)
+        cluster, kind = self._cluster, self._kind
+        if not cluster.knows_jobs():
+            raise LaunchError(
+                f"this cluster has no {kind.name}s ({kind.api_version})", where="launch.backend", fix=kind.install
+            )
+        refused = [verb for verb in NEEDED if not cluster.is_allowed(verb)]
+        if refused:
+            raise LaunchError(
+                f"the account of this launcher may not {', '.join(refused)} {kind.name}s",
+                where=f"namespace {cluster.namespace}",
+                fix="give it a role with these verbs, or leave launch.kubernetes.namespace empty",
+            )
 
     def build(self, spec: JobSpec) -> Request:
         """Build the document of the job. `run` adds its owner and the mark of the launch: see `Launcher.build`."""
@@ -68,7 +82,7 @@ class ClusterLauncher(ClusterJobs):
 
     def clean(self, paths: RunPaths, job_id: str) -> list[str]:
         """Delete a run's jobs of every kind: a run that cannot be read does not name its own. See `Launcher.clean`."""
-        everything = ClusterJobs(all_kinds(), self._config.launch.kubernetes.namespace)
+        everything = ClusterJobs(load_kinds(), self._config.launch.kubernetes.namespace)
         return delete_jobs(everything.clusters, self._config, paths, job_id)
 
     def run(self, spec: JobSpec) -> int:
@@ -79,7 +93,7 @@ class ClusterLauncher(ClusterJobs):
         left alone.
         """
         self._cluster.retry_policy.hurried = lambda: self.interrupted
-        with handled((INTERRUPT, *STOP), self._on_signal):
+        with handle_signals((INTERRUPT, *STOP), self._on_signal):
             try:
                 return self._run(spec)
             except JobFailedError as failed:
@@ -124,7 +138,7 @@ class ClusterLauncher(ClusterJobs):
             raise FencedError(f"{FencedError.BY_LAUNCHER} by now", where=where)
         if code and self._is_terminated:
             error = Preempted("somebody terminated the run in the Kubeflow UI", where=paths.uri)
-            _publish_failure(paths, diagnosis.of_launch(spec.task, FailureClass.TERMINATED, error))
+            _publish_failure(paths, diagnosis.summarize_launch(spec.task, FailureClass.TERMINATED, error))
             raise error
         return code
 
@@ -144,7 +158,9 @@ class ClusterLauncher(ClusterJobs):
                 self._wake.wait(POLL_SECONDS)
                 self._wake.clear()
         except JobFailedError as failed:
-            _publish_failure(paths, diagnosis.of_launch(spec.task, failed.kind, failed.error, failed.found))
+            _publish_failure(
+                paths, diagnosis.summarize_launch(spec.task, failed.kind, failed.error, failed.last_summary)
+            )
             raise
         return Preempted.exit_code
 
@@ -158,7 +174,9 @@ class ClusterLauncher(ClusterJobs):
             if not delete_held(self._cluster, lease):
                 return False
             deadline = time.monotonic() + GOING_SECONDS
-            while not self._is_terminated and any_pods(self._cluster, lease.name) and time.monotonic() < deadline:
+            while (
+                not self._is_terminated and has_pods_at_work(self._cluster, lease.name) and time.monotonic() < deadline
+            ):
                 time.sleep(POLL_SECONDS)
         except KftrainError as error:  # what ended the job is the better error
             to_log(f"warning: the job may still be there: {error.line}; kftrain gc removes it")
@@ -183,23 +201,3 @@ def _publish_failure(paths: RunPaths, summary: ErrorDocument) -> None:
         if error is None or error.line != summary.line:
             storage.publish_json(paths.error, summary.to_dict())
     to_log(f"failed: {summary.failure_class.value}: {summary.line}")
-
-
-NEEDED = ("create", "get", "list", "delete")
-"""Verbs that a launcher needs for its jobs; it can do without the others."""
-
-
-def require_jobs(cluster: JobClient) -> None:
-    """Raise LaunchError if the cluster has no such kind of job or this account may not use it."""
-    kind = cluster.kind
-    if not cluster.knows_jobs():
-        raise LaunchError(
-            f"this cluster has no {kind.name}s ({kind.api_version})", where="launch.backend", fix=kind.install
-        )
-    refused = [verb for verb in NEEDED if not cluster.may(verb)]
-    if refused:
-        raise LaunchError(
-            f"the account of this launcher may not {', '.join(refused)} {kind.name}s",
-            where=f"namespace {cluster.namespace}",
-            fix="give it a role with these verbs, or leave launch.kubernetes.namespace empty",
-        )

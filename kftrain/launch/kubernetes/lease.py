@@ -15,10 +15,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kftrain.core.progress import to_log
 from kftrain.errors import LaunchError, OtherJobError
+from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.kind import ENDED, Kind
 from kftrain.launch.kubernetes.labels import DIGEST_ANNOTATION, KFP_RUN_LABEL, LAUNCH_ANNOTATION, RUN_LABEL
 from kftrain.launch.kubernetes.observation import parse_pods
@@ -34,19 +35,6 @@ MAX_SHOWN = 8
 MAX_CHARACTERS = 160
 
 
-class JobStore(Protocol):
-    """The calls to the cluster that creating and deleting jobs needs; `JobClient` has them."""
-
-    namespace: str
-    kind: Kind
-
-    def create_job(self, document: dict[str, Any]) -> str | None: ...  # noqa: D102
-    def read_job(self, name: str) -> dict[str, Any] | None: ...  # noqa: D102
-    def delete_job(self, name: str, uid: str = "", version: str = "") -> None: ...  # noqa: D102
-    def list_pods(self, job_name: str) -> list[dict[str, Any]]: ...  # noqa: D102
-    def take_over_job(self, name: str, metadata: dict[str, Any]) -> bool: ...  # noqa: D102
-
-
 @dataclass(frozen=True)
 class Lease:
     """A job, and the mark of the launch that holds it."""
@@ -58,16 +46,16 @@ class Lease:
 
     def is_lost(self, job: Mapping[str, Any]) -> bool:
         """Tell whether another launch has adopted or created this job of the lease's name."""
-        return mark_of(job) != self.mark
+        return read_mark(job) != self.mark
 
 
-def mark_of(job: Mapping[str, Any]) -> str:
+def read_mark(job: Mapping[str, Any]) -> str:
     """Return the mark of the launch that holds a job; empty where the job bears none."""
     return str((job["metadata"].get("annotations") or {}).get(LAUNCH_ANNOTATION, ""))
 
 
 def create_or_adopt(
-    cluster: JobStore, document: dict[str, Any], is_stopped: Callable[[], bool] = lambda: False
+    cluster: JobClient, document: dict[str, Any], is_stopped: Callable[[], bool] = lambda: False
 ) -> Lease | None:
     """Create the job of this document, or adopt the live one of the same specification; return its lease.
 
@@ -88,12 +76,12 @@ def create_or_adopt(
         raise
 
 
-def delete_held(cluster: JobStore, lease: Lease) -> bool:
+def delete_held(cluster: JobClient, lease: Lease) -> bool:
     """Delete the job of a lease; False where another launch holds the job by now. Raises LaunchError."""
     return delete_own(cluster, lease.name, lambda job: not lease.is_lost(job))
 
 
-def delete_own(cluster: JobStore, name: str, is_own: Callable[[dict[str, Any]], bool]) -> bool:
+def delete_own(cluster: JobClient, name: str, is_own: Callable[[dict[str, Any]], bool]) -> bool:
     """Delete the job of this name as long as it `is_own`; False where it is not. Raises LaunchError.
 
     The resource version ties the deletion to the job as it was judged, so that nobody can adopt it in between. A job
@@ -108,7 +96,7 @@ def delete_own(cluster: JobStore, name: str, is_own: Callable[[dict[str, Any]], 
         cluster.delete_job(name, job["metadata"]["uid"], job["metadata"]["resourceVersion"])
 
 
-def any_pods(cluster: JobStore, name: str) -> bool:
+def has_pods_at_work(cluster: JobClient, name: str) -> bool:
     """Tell whether pods that a deleted job of this name left behind are still at work; False while a job is there."""
     return cluster.read_job(name) is None and _pods_at_work(cluster, name)
 
@@ -116,7 +104,7 @@ def any_pods(cluster: JobStore, name: str) -> bool:
 class _Creation:
     """The creation or adoption of one job, which this launch knows by a mark even where an answer is lost."""
 
-    def __init__(self, cluster: JobStore, document: dict[str, Any]) -> None:
+    def __init__(self, cluster: JobClient, document: dict[str, Any]) -> None:
         metadata = document["metadata"]
         self._lease = Lease(metadata["name"], uuid.uuid4().hex)
         annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._lease.mark}
@@ -149,7 +137,7 @@ class _Creation:
         job = self._cluster.read_job(self._lease.name)
         if job is None or job["metadata"]["uid"] != uid or _is_over(self._cluster.kind, job):
             return None
-        return Lease(self._lease.name, mark_of(job), uid)
+        return Lease(self._lease.name, read_mark(job), uid)
 
     def take_back(self) -> None:
         """Delete the job that this launch has created or adopted, unless somebody has adopted it since.
@@ -160,7 +148,7 @@ class _Creation:
             to_log(f"job {self._lease.name}: this launch has failed, and leaves nothing behind")
 
 
-def _create_or_adopt(cluster: JobStore, creation: _Creation, is_stopped: Callable[[], bool]) -> Lease | None:
+def _create_or_adopt(cluster: JobClient, creation: _Creation, is_stopped: Callable[[], bool]) -> Lease | None:
     document = creation.document
     name = document["metadata"]["name"]
     deadline, is_told = time.monotonic() + GOING_SECONDS, False
@@ -171,7 +159,7 @@ def _create_or_adopt(cluster: JobStore, creation: _Creation, is_stopped: Callabl
             uid = creation.send()
             if uid is not None:
                 _require_kept(cluster, document, uid)
-                return Lease(name, mark_of(document), uid)
+                return Lease(name, read_mark(document), uid)
             existing = cluster.read_job(name)
         if existing is not None and not _is_over(cluster.kind, existing):
             _require_same(cluster, document, existing)
@@ -195,11 +183,11 @@ def _create_or_adopt(cluster: JobStore, creation: _Creation, is_stopped: Callabl
     return None
 
 
-def _pods_at_work(cluster: JobStore, name: str) -> bool:
+def _pods_at_work(cluster: JobClient, name: str) -> bool:
     return any(not pod.ended for pod in parse_pods(cluster.list_pods(name), 0.0, cluster.kind))
 
 
-def _require_kept(cluster: JobStore, document: dict[str, Any], uid: str) -> None:
+def _require_kept(cluster: JobClient, document: dict[str, Any], uid: str) -> None:
     """Raise LaunchError if a job that was just created is gone, as one is whose owner does not exist."""
     name = document["metadata"]["name"]
     if "ownerReferences" in document["metadata"]:
@@ -217,16 +205,16 @@ def _require_kept(cluster: JobStore, document: dict[str, Any], uid: str) -> None
 
 def _is_over(kind: Kind, job: Mapping[str, Any]) -> bool:
     """Tell whether a job is being deleted or has ended, and so will do nothing more."""
-    return "deletionTimestamp" in job["metadata"] or bool(kind.conditions(job) & ENDED)
+    return "deletionTimestamp" in job["metadata"] or bool(kind.read_conditions(job) & ENDED)
 
 
-def _require_same(cluster: JobStore, wanted: Mapping[str, Any], existing: Mapping[str, Any]) -> None:
+def _require_same(cluster: JobClient, wanted: Mapping[str, Any], existing: Mapping[str, Any]) -> None:
     """Raise OtherJobError if the living job of this name has another specification."""
     digest = (existing["metadata"].get("annotations") or {}).get(DIGEST_ANNOTATION)
     if digest == wanted["metadata"]["annotations"][DIGEST_ANNOTATION]:
         return
     suspend = f"{'.'.join(cluster.kind.suspend_path)}:"  # queues and people change it: no difference of ours
-    changes = [line for line in spec_differences(wanted["spec"], existing["spec"]) if not line.startswith(suspend)]
+    changes = [line for line in iterate_differences(wanted["spec"], existing["spec"]) if not line.startswith(suspend)]
     shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
     raise OtherJobError(
         f"a job with another specification holds this run: {shown}",
@@ -235,18 +223,18 @@ def _require_same(cluster: JobStore, wanted: Mapping[str, Any], existing: Mappin
     )
 
 
-def spec_differences(wanted: Any, stored: Any, path: str = "spec") -> Iterator[str]:
+def iterate_differences(wanted: Any, stored: Any, path: str = "spec") -> Iterator[str]:
     """Yield where `stored` differs from `wanted`, as `path: stored -> wanted`; keys that only it has do not count."""
     if isinstance(wanted, Mapping) and isinstance(stored, Mapping):
         for key, value in wanted.items():
-            yield from spec_differences(value, stored.get(key), f"{path}.{key}")
+            yield from iterate_differences(value, stored.get(key), f"{path}.{key}")
     elif isinstance(wanted, list) and isinstance(stored, list) and len(wanted) == len(stored):
         for index, value in enumerate(wanted):
-            yield from spec_differences(value, stored[index], f"{path}[{index}]")
+            yield from iterate_differences(value, stored[index], f"{path}[{index}]")
     elif wanted != stored:
-        yield f"{path}: {_shorten(stored)} -> {_shorten(wanted)}"
+        yield f"{path}: {_shorten_value(stored)} -> {_shorten_value(wanted)}"
 
 
-def _shorten(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     text = str(value)
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"

@@ -14,15 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
-from typing import Any, Protocol
 
 from kftrain.core.progress import STEP, strip_mark, to_log
 from kftrain.errors import KftrainError
-from kftrain.launch.kubernetes.observation import Pod, place_of
+from kftrain.launch.kubernetes.job_client import JobClient
+from kftrain.launch.kubernetes.observation import Pod, format_place
 from kftrain.launch.spec import WORKER
 from kftrain.process.output import MAX_WAITING_CHARACTERS, Console
 
-FIRST = place_of(WORKER, 0)
+FIRST = format_place(WORKER, 0)
 """Place of the pod that prints the lines about steps."""
 
 RECONNECT_SECONDS = 1.0
@@ -46,27 +46,12 @@ _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\
 """RFC 3339, in the time zone of the node; the kubelet trims zeros at the end of the fraction."""
 
 
-class LogSource(Protocol):
-    """The calls to the cluster that reading logs needs; `JobClient` has them."""
-
-    def read_pod(self, name: str) -> dict[str, Any] | None:
-        """Return a pod as it is now; None where the pod is gone."""
-        ...
-
-    def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Any:
-        """Yield the lines of a pod's log with their times until the log ends; without `follow`, those of now.
-
-        Each ends with a newline, except where the last one is torn. Raises ConnectionError where the connection breaks.
-        """
-        ...
-
-
 class Logs:
     """Follows the logs of the pods of one job, each in a thread, and writes their lines to one stream."""
 
     def __init__(
         self,
-        source: LogSource,
+        source: JobClient,
         num_pods: int,
         write: Callable[[str], None] | None = None,
         follow: bool = True,
@@ -75,7 +60,7 @@ class Logs:
         self._source = source
         self._prefixed = num_pods > 1
         self._follow = follow
-        write = write or _to_stdout
+        write = write or _write_to_stdout
         limit = MAX_WAITING_CHARACTERS if limited else None
         self._console = Console(lambda lines: [write(line) for line in lines], limit, NOTE)
         self._limited = limited
@@ -139,7 +124,7 @@ class Logs:
         """True once nobody reads the lines that are written."""
         return self._console.broken is not None
 
-    def tails(self) -> dict[str, list[str]]:
+    def copy_tails(self) -> dict[str, list[str]]:
         """Return the last lines of each pod, by its place."""
         with self._lock:
             return {place: list(lines) for place, lines in self._tails.items()}
@@ -169,7 +154,7 @@ class Logs:
             self._closed.wait(RECONNECT_SECONDS)
         if num_broken == MAX_BROKEN:
             to_log(f"warning: the log of {pod.name} breaks off: its node does not send the rest")
-        self._say_left_out(pod, gauge.left_out())
+        self._say_left_out(pod, gauge.take_left_out())
 
     def _read_once(self, pod: Pod, place: _Place, gauge: _Gauge, follow: bool, ended: bool) -> bool:
         """Take the lines of one connection; return whether the connection held until the end of the log."""
@@ -213,7 +198,7 @@ class Logs:
                 self.target_step = int(step[2])
                 self.progress = text
         if not gauge.is_same_second(time.monotonic()):
-            self._say_left_out(pod, gauge.left_out())
+            self._say_left_out(pod, gauge.take_left_out())
         if not self._limited or gauge.admits() or step is not None:
             self._console.show([self._prefix(pod) + line])
 
@@ -245,7 +230,7 @@ class _Place:
     def pass_by(self, raw: str) -> str | None:
         """Return a line without its time; None if it was read before, or is the kubelet's and not the container's."""
         stamp, _, line = raw.partition(" ")
-        time_ = moment(stamp)
+        time_ = parse_moment(stamp)
         if time_ is None:
             return None
         if self._resuming and (time_ < self._newest or (time_ == self._newest and self._num_to_skip)):
@@ -269,13 +254,13 @@ class _Gauge:
         self._count = 0
 
     def is_same_second(self, now: float) -> bool:
-        """Tell whether `now` is in the second that is counted; if not, begin a new one, and `left_out` must be read."""
+        """Tell whether `now` is in the second that is counted; else begin a new one: take what was left out."""
         if now - self._second < 1.0:
             return True
         self._second = now
         return False
 
-    def left_out(self) -> int:
+    def take_left_out(self) -> int:
         """Return the number of lines that were not shown since the last call, and begin the count anew."""
         left_out = max(0, self._count - MAX_LINES_PER_SECOND)
         self._count = 0
@@ -287,7 +272,7 @@ class _Gauge:
         return self._count <= MAX_LINES_PER_SECOND
 
 
-def moment(stamp: str) -> tuple[int, int] | None:
+def parse_moment(stamp: str) -> tuple[int, int] | None:
     """Return a time of the kubelet as seconds since the epoch and nanoseconds; None where the text is no such time."""
     match = _STAMP.fullmatch(stamp)
     if match is None:
@@ -296,6 +281,6 @@ def moment(stamp: str) -> tuple[int, int] | None:
     return int(second.timestamp()), int(f"{match[2] or '0':0<9}")
 
 
-def _to_stdout(line: str) -> None:
+def _write_to_stdout(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

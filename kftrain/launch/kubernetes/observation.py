@@ -56,7 +56,7 @@ class Pod:
     @property
     def place(self) -> str:
         """Role and index, `worker-0`: the name of the pod within its job, which its successor shares."""
-        return place_of(self.role, self.index)
+        return format_place(self.role, self.index)
 
     @property
     def has_log(self) -> bool:
@@ -76,7 +76,7 @@ class Job:
     uid: str
     age_seconds: float
     conditions: frozenset[str]
-    """Conditions that are true, in the words of `Kind.conditions`."""
+    """Conditions that are true, in the words of `Kind.read_conditions`."""
     suspended: bool
     has_queue: bool
     has_status: bool
@@ -147,11 +147,11 @@ def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
-        index=kind.index_of(item) or 0,
+        index=kind.read_index(item) or 0,
         node=spec.get("nodeName", ""),
         scheduler=spec.get("schedulerName", ""),
-        age_seconds=now - seconds(metadata["creationTimestamp"]),
-        unscheduled=_sentence(placed) if placed.get("status") == "False" else "",
+        age_seconds=now - parse_seconds(metadata["creationTimestamp"]),
+        unscheduled=_format_condition(placed) if placed.get("status") == "False" else "",
         scheduled=bool(placed),
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
@@ -160,27 +160,27 @@ def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
         end_reason=ended.get("reason", ""),
         end_message=ended.get("message", ""),
         ended="exitCode" in ended or status.get("phase") in ("Succeeded", "Failed"),
-        ended_seconds=now - seconds(ended["finishedAt"]) if ended.get("finishedAt") else -1.0,
+        ended_seconds=now - parse_seconds(ended["finishedAt"]) if ended.get("finishedAt") else -1.0,
         terminating=deleted is not None,
-        overdue_seconds=max(0.0, now - seconds(deleted)) if deleted else 0.0,
+        overdue_seconds=max(0.0, now - parse_seconds(deleted)) if deleted else 0.0,
         disruption=conditions.get("DisruptionTarget", {}).get("reason", ""),
         ready=conditions.get("Ready", {}).get("status") != "False",
-        role=kind.role_of(item),
+        role=kind.read_role(item),
     )
 
 
 def parse_pods(items: Iterable[Mapping[str, Any]], now: float, kind: Kind) -> list[Pod]:
     """Parse the pods of a job; pods of somebody else that bear the job's label are left out."""
-    return [parse_pod(item, now, kind) for item in items if kind.index_of(item) is not None]
+    return [parse_pod(item, now, kind) for item in items if kind.read_index(item) is not None]
 
 
-def newest(pods: Iterable[Pod]) -> list[Pod]:
+def keep_newest(pods: Iterable[Pod]) -> list[Pod]:
     """Return the newest pod of each place: some kinds of job keep failed pods beside their successors."""
     by_age = sorted(pods, key=lambda pod: (-pod.age_seconds, not pod.ended))
     return list({pod.place: pod for pod in by_age}.values())
 
 
-def place_of(role: str, index: int) -> str:
+def format_place(role: str, index: int) -> str:
     """Return the name of a place within a job, `worker-0`: see `Pod.place`."""
     return f"{role}-{index}"
 
@@ -191,15 +191,15 @@ def parse_job(item: Mapping[str, Any], now: float, kind: Kind) -> Job:
     labels = metadata.get("labels") or {}
     return Job(
         uid=metadata["uid"],
-        age_seconds=now - seconds(metadata["creationTimestamp"]),
-        conditions=kind.conditions(item),
+        age_seconds=now - parse_seconds(metadata["creationTimestamp"]),
+        conditions=kind.read_conditions(item),
         suspended=kind.is_suspended(item),
         has_queue=QUEUE_LABEL in labels,
         has_status=bool(status.get("conditions")),
         terminating="deletionTimestamp" in metadata,
         suspended_by_user=SUSPENDED_ANNOTATION in (metadata.get("annotations") or {}),
         task=labels.get(TASK_LABEL, ""),
-        num_pods=sum(kind.replicas(item).values()),
+        num_pods=sum(kind.count_replicas(item).values()),
         operator=kind.operator,
         creation_failures=kind.creation_failures,
     )
@@ -227,7 +227,7 @@ def parse_event(item: Mapping[str, Any]) -> Event:
     )
 
 
-def node_is_lost(item: Mapping[str, Any]) -> bool:
+def is_node_lost(item: Mapping[str, Any]) -> bool:
     """Tell whether a node is not ready: its kubelet has stopped answering."""
     conditions = {c["type"]: c["status"] for c in item.get("status", {}).get("conditions") or []}
     return conditions.get("Ready") != "True"
@@ -239,20 +239,20 @@ def parse_progress(line: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def last_seen(job: Mapping[str, Any]) -> float:
+def find_last_look(job: Mapping[str, Any]) -> float:
     """Return when a launcher last looked at a job, or else when the job was created, in seconds since the epoch."""
     metadata = job["metadata"]
     stamp = (metadata.get("annotations") or {}).get(SEEN_ANNOTATION)
     with contextlib.suppress(ValueError, TypeError):  # anybody can annotate
         if stamp:
-            return seconds(stamp)
-    return seconds(metadata["creationTimestamp"])
+            return parse_seconds(stamp)
+    return parse_seconds(metadata["creationTimestamp"])
 
 
-def seconds(stamp: str) -> float:
+def parse_seconds(stamp: str) -> float:
     """Convert an RFC 3339 time to seconds since the epoch. Raises ValueError for any other text."""
     return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
 
 
-def _sentence(condition: Mapping[str, Any]) -> str:
+def _format_condition(condition: Mapping[str, Any]) -> str:
     return f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")

@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kftrain.launch.kubernetes.client import Cluster
 
 POD_NAME_ENV = "KFP_POD_NAME"
 """Variable in which Kubeflow tells every step the name of its pod."""
@@ -24,18 +27,7 @@ def is_pipeline_pod() -> bool:
     return bool(os.environ.get(POD_NAME_ENV))
 
 
-class PodReader(Protocol):
-    """The call to the cluster that `find_owner` needs; `Cluster` has it."""
-
-    namespace: str
-    own_namespace: str
-
-    def read_pod(self, name: str, namespace: str = "") -> dict[str, Any] | None:
-        """Return a pod of `namespace`, by default of the client's own; None where the pod is gone."""
-        ...
-
-
-def find_owner(cluster: PodReader) -> tuple[dict[str, Any] | None, str]:
+def find_owner(cluster: Cluster) -> tuple[dict[str, Any] | None, str]:
     """Return the owner reference for a job of this launcher and the Kubeflow run id; None and '' outside a pipeline.
 
     The uid is read from the API server now, because Kubernetes deletes a job whose owner does not exist within
@@ -56,7 +48,7 @@ def find_owner(cluster: PodReader) -> tuple[dict[str, Any] | None, str]:
     return owner, metadata.get("labels", {}).get(RUN_ID_LABEL, "")
 
 
-def identity_of(configuration: Any) -> str:
+def identify_cluster(configuration: Any) -> str:
     """Return a digest that tells a cluster from others: of its authority's certificate, else of its address."""
     path = configuration.ssl_ca_cert
     known = Path(path).read_bytes().strip() if path else str(configuration.host).encode()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kftrain.launch.kubernetes.kinds.kind import Kind, run_labels
+from kftrain.launch.kubernetes.kinds.kind import Kind, build_run_labels
 from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec, Role
 from kftrain.process.machine import RACK_ENV
@@ -21,10 +21,10 @@ CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 """Variables by which the clients of object stores and of MLflow find certificates."""
 
 
-def template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) -> dict[str, Any]:
+def build_template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) -> dict[str, Any]:
     """Build the template of the pods of one role of a job. Pure."""
     pod: dict[str, Any] = {
-        "containers": [_container(kind, spec, role, settings)],
+        "containers": [_build_container(kind, spec, role, settings)],
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.termination_grace_seconds,
@@ -35,7 +35,7 @@ def template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) 
             "fsGroup": USER_ID,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "tolerations": [*_lost_node_tolerations(), *settings.tolerations],
+        "tolerations": [*_build_tolerations(), *settings.tolerations],
         "volumes": [
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
             {"name": "scratch", "emptyDir": {"sizeLimit": settings.scratch}},
@@ -47,7 +47,7 @@ def template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) 
                 "maxSkew": 1,
                 "topologyKey": "kubernetes.io/hostname",
                 "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": {kind.job_name_label: kind.job_name(spec)}},
+                "labelSelector": {"matchLabels": {kind.job_name_label: kind.make_job_name(spec)}},
             }
         ],
     }
@@ -59,16 +59,19 @@ def template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) 
         pod["priorityClassName"] = settings.priority_class
     if settings.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
-    return {"metadata": {"labels": run_labels(spec), "annotations": {"sidecar.istio.io/inject": "false"}}, "spec": pod}
+    return {
+        "metadata": {"labels": build_run_labels(spec), "annotations": {"sidecar.istio.io/inject": "false"}},
+        "spec": pod,
+    }
 
 
-def _container(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) -> dict[str, Any]:
+def _build_container(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) -> dict[str, Any]:
     limits = {"cpu": settings.cpu, "memory": settings.memory}
     if settings.gpus_per_node:
         limits[settings.gpu_resource] = str(settings.gpus_per_node)
     environment = {
         **spec.environment,
-        ADDRESS_ENV: kind.address(spec),
+        ADDRESS_ENV: kind.build_address(spec),
         "HOME": "/tmp",
         "PYTHONUNBUFFERED": "1",
         **({name: f"{CA_FOLDER}/ca.crt" for name in CA_VARIABLES} if settings.ca_bundle else {}),
@@ -82,7 +85,7 @@ def _container(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig
             *({"name": name, "value": value} for name, value in sorted(environment.items())),
             {"name": NODE_RANK_ENV, "valueFrom": {"fieldRef": {"fieldPath": kind.index_field}}},
             {"name": NODE_NAME_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-            *_rack(settings.rack_label),
+            *_build_rack_variable(settings.rack_label),
         ],
         "envFrom": [{"secretRef": {"name": name, "optional": True}} for name in settings.secrets],
         "resources": {"limits": limits, "requests": limits},
@@ -101,13 +104,13 @@ def _container(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig
     }
 
 
-def _rack(label: str) -> list[dict[str, Any]]:
+def _build_rack_variable(label: str) -> list[dict[str, Any]]:
     """Build the variable that tells a pod its rack; a pod without the label is in a rack without a name."""
     path = {"fieldPath": f"metadata.labels['{label}']"}
     return [{"name": RACK_ENV, "valueFrom": {"fieldRef": path}}] if label else []
 
 
-def _lost_node_tolerations() -> list[dict[str, Any]]:
+def _build_tolerations() -> list[dict[str, Any]]:
     """Build tolerations that delete a pod from a lost node after a minute, not after the default of five."""
     return [
         {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kftrain.errors import Preempted, RetryableError, StorageAwayError
 from kftrain.launch.kubernetes.observation import Pod
-from kftrain.process.termination import said_in
+from kftrain.process.termination import parse_message
 from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
 from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
@@ -36,7 +36,7 @@ class PodExits:
         self._lock = threading.Lock()
         self._pods: dict[str, tuple[float, Pod]] = {}
 
-    def note(self, pod: Pod, now: float) -> bool:
+    def note_end(self, pod: Pod, now: float) -> bool:
         """Keep a pod that ended or is going; return whether its ending is news. `now`: seconds, monotonic."""
         if pod.terminating and pod.exit_code is None:
             pod = replace(pod, disruption=pod.disruption or DELETED)
@@ -51,7 +51,7 @@ class PodExits:
             self._pods[pod.uid] = noted_at, pod
         return known is None or known.exit_code != pod.exit_code
 
-    def bad(self) -> list[Pod]:
+    def list_failed(self) -> list[Pod]:
         """Return the pods that failed or were taken away within the window, in the order of their endings."""
         with self._lock:
             newest = max((noted_at for noted_at, _ in self._pods.values()), default=0.0)
@@ -59,9 +59,9 @@ class PodExits:
             self._pods = {uid: (at, pod) for uid, (at, pod) in self._pods.items() if at >= oldest}
             return [pod for _, pod in self._pods.values() if pod.failed or pod.disruption]
 
-    def last(self) -> list[Pod]:
+    def list_last(self) -> list[Pod]:
         """Return the last bad pod of each place: together they tell how the last attempt ended."""
-        pods = self.bad()
+        pods = self.list_failed()
         uids = {pod.place: pod.uid for pod in pods}
         return [pod for pod in pods if uids[pod.place] == pod.uid]
 
@@ -96,7 +96,7 @@ class PodBudget:
         """
         if self._has_begun:
             return
-        number, step = attempts.last_attempt(self._paths), commit.last_step(self._paths)
+        number, step = attempts.find_last_attempt(self._paths), commit.find_last_step(self._paths)
         if number:
             claim = documents.read(Claim, self._paths.attempt(number))
             if is_at_work(claim, pods, now):
@@ -105,7 +105,7 @@ class PodBudget:
         self._last_attempt = number
         self._has_begun = True
 
-    def spent(self, ended: Sequence[Pod], pods: Sequence[Pod]) -> int:
+    def count_spent(self, ended: Sequence[Pod], pods: Sequence[Pod]) -> int:
         """Return the number of attempts that failed in a row, if it exceeds the limit; else 0.
 
         Reads storage only when a pod has ended or was replaced. Raises whatever storage raises; the next call then
@@ -131,7 +131,7 @@ class PodBudget:
         self.num_looks = self.num_looks + 1
         self._counted.update(pod.uid for pod in news)
         before, disrupted = self._budget, any(pod.disruption or _met_outage(pod) for pod in ended)
-        self._budget = before.after(now, [self._end_of(pod, disrupted) for pod in news])
+        self._budget = before.advance(now, [self._describe_end(pod, disrupted) for pod in news])
         if self._budget.step > before.step:  # the same attempt's other pods are still to end: that does not count
             replaced = {pod.place for pod in news}
             self._counted.update(pod.uid for pod in pods if pod.place not in replaced)
@@ -140,9 +140,9 @@ class PodBudget:
     def has_claim(self) -> bool:
         """Tell whether an attempt has claimed the run since a pod ended last. Raises whatever storage raises."""
         assert self._has_begun, "begin comes first"
-        return attempts.last_attempt(self._paths) > self._last_attempt
+        return attempts.find_last_attempt(self._paths) > self._last_attempt
 
-    def _end_of(self, pod: Pod, disrupted: bool) -> WorkerEnd:
+    def _describe_end(self, pod: Pod, disrupted: bool) -> WorkerEnd:
         """Describe a pod's ending for the budget, excused where the worker itself is not at fault.
 
         That is a worker that was taken away, those that stop with it, and one that could not reach storage. The last
@@ -155,7 +155,7 @@ class PodBudget:
 
 def _met_outage(pod: Pod) -> bool:
     """Tell whether a worker's termination message says that it could not reach storage."""
-    message = said_in(pod.end_message)
+    message = parse_message(pod.end_message)
     return message is not None and message.kind == StorageAwayError.__name__
 
 

@@ -76,7 +76,7 @@ class RetryPolicy:
                 if time.monotonic() - began >= self._lasting_seconds(error, kind, outage_seconds):
                     self._note_answer(has_failed)
                     raise
-                problem, requested_seconds = message_of(error), retry_after_seconds(error)
+                problem, requested_seconds = format_message(error), read_retry_after_seconds(error)
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 problem = type(error).__name__
             else:
@@ -121,7 +121,7 @@ class RetryPolicy:
                 return
 
 
-def message_of(error: Any) -> str:
+def format_message(error: Any) -> str:
     """Format the status and the message of an ApiException, on one line."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else error.body
     try:
@@ -131,7 +131,7 @@ def message_of(error: Any) -> str:
     return f"{error.status} {' '.join(str(message).split())[:MESSAGE_CHARACTERS]}"
 
 
-def retry_after_seconds(error: Any) -> float:
+def read_retry_after_seconds(error: Any) -> float:
     """Return the seconds of an error's Retry-After header, `outages.MAX_DELAY_SECONDS` at most; 0 without one."""
     value = (error.headers or {}).get("Retry-After") or ""
     return min(float(value), outages.MAX_DELAY_SECONDS) if value.isdigit() else 0.0

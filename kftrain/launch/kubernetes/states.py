@@ -121,8 +121,8 @@ def assess(seen: Observation) -> Assessment:
         return Assessment(State.SUCCEEDED)
     if job.suspended or SUSPENDED in job.conditions:
         return _assess_suspended(job, seen)
-    reasons = (*_creation_reasons(job, seen), *_pod_reasons(seen), *_ending_reasons(job, seen))
-    return Assessment(_pods_state(job, seen), reasons, find_job_task(job.task))
+    reasons = (*_list_creation_reasons(job, seen), *_list_pod_reasons(seen), *_list_ending_reasons(job, seen))
+    return Assessment(_find_pods_state(job, seen), reasons, find_job_task(job.task))
 
 
 def _assess_suspended(job: Job, seen: Observation) -> Assessment:
@@ -135,10 +135,10 @@ def _assess_suspended(job: Job, seen: Observation) -> Assessment:
     if seen.workload is None and seen.sees_workloads and job.age_seconds > UNSEEN_SECONDS:
         text = "Kueue has made no Workload of it: is Kueue there, and the job's priority class?"
         return Assessment(State.QUEUED, (Reason(text, FailureClass.QUOTA),))
-    return Assessment(State.QUEUED, _workload_reasons(seen.workload))
+    return Assessment(State.QUEUED, _list_workload_reasons(seen.workload))
 
 
-def _workload_reasons(workload: Workload | None) -> tuple[Reason, ...]:
+def _list_workload_reasons(workload: Workload | None) -> tuple[Reason, ...]:
     if workload is None:
         return ()
     text = f"{workload.reason}: {workload.message}".strip(": ")
@@ -159,7 +159,7 @@ def never_fits(message: str) -> bool:
     return no_flavor or bool(NOT_COVERED.search(message))
 
 
-def _pods_state(job: Job, seen: Observation) -> State:
+def _find_pods_state(job: Job, seen: Observation) -> State:
     """Return the state of the worker that is furthest behind; a pod that cannot end holds up its successor."""
     pods = [pod for pod in seen.pods if not pod.ended]
     stuck = [pod for pod in pods if pod.terminating and _is_stuck(pod, seen.lost_nodes)]
@@ -173,7 +173,7 @@ def _pods_state(job: Job, seen: Observation) -> State:
     return State.WORKING if is_at_work else State.RENDEZVOUS
 
 
-def _creation_reasons(job: Job, seen: Observation) -> list[Reason]:
+def _list_creation_reasons(job: Job, seen: Observation) -> list[Reason]:
     """Say why the operator has not created all pods; empty where all are there. A job without pods gets no status."""
     if len(seen.pods) >= job.num_pods:
         return []
@@ -187,7 +187,7 @@ def _creation_reasons(job: Job, seen: Observation) -> list[Reason]:
     return []
 
 
-def _ending_reasons(job: Job, seen: Observation) -> list[Reason]:
+def _list_ending_reasons(job: Job, seen: Observation) -> list[Reason]:
     """Say why a job does not end though all its pods have: only the operator sets its conditions."""
     if len(seen.pods) < job.num_pods or any(pod.ended_seconds < SILENT_SECONDS for pod in seen.pods):
         return []
@@ -195,22 +195,22 @@ def _ending_reasons(job: Job, seen: Observation) -> list[Reason]:
     return [Reason(text, FailureClass.OPERATOR)]
 
 
-def _pod_reasons(seen: Observation) -> list[Reason]:
+def _list_pod_reasons(seen: Observation) -> list[Reason]:
     """List the reasons why pods wait, the same reason of several pods once."""
     reasons: dict[str, Reason] = {}
     for pod in seen.pods:
-        reason = pod_reason(pod, seen.events, seen.lost_nodes)
+        reason = find_pod_reason(pod, seen.events, seen.lost_nodes)
         if reason is not None:
             reasons.setdefault(reason.text, reason)
     return list(reasons.values())
 
 
-def pod_reason(pod: Pod, events: Sequence[Event], lost_nodes: frozenset[str]) -> Reason | None:
+def find_pod_reason(pod: Pod, events: Sequence[Event], lost_nodes: frozenset[str]) -> Reason | None:
     """Return the reason why a pod waits or does not go; None where nothing is wrong."""
     if pod.ended:
         return None
     if pod.terminating:
-        return _overdue_reason(pod, lost_nodes)
+        return _find_overdue_reason(pod, lost_nodes)
     if pod.unscheduled:
         return Reason(pod.unscheduled, FailureClass.SCHEDULING)
     if not pod.scheduled and pod.age_seconds > UNSEEN_SECONDS:
@@ -232,13 +232,13 @@ def _is_stuck(pod: Pod, lost_nodes: frozenset[str]) -> bool:
     return pod.overdue_seconds > OVERDUE_SECONDS or pod.node in lost_nodes
 
 
-def _overdue_reason(pod: Pod, lost_nodes: frozenset[str]) -> Reason | None:
+def _find_overdue_reason(pod: Pod, lost_nodes: frozenset[str]) -> Reason | None:
     if not _is_stuck(pod, lost_nodes):
         return None
     text = f"{pod.name} cannot end because node {pod.node} does not answer: it is replaced when the node is back,"
     return Reason(f"{text} or when somebody force-deletes the pod", FailureClass.NODE)
 
 
-def stuck_pods(seen: Observation) -> list[Pod]:
+def list_stuck_pods(seen: Observation) -> list[Pod]:
     """List the pods that may be force-deleted: their grace is long over, and their node is known to be dead."""
     return [pod for pod in seen.pods if pod.overdue_seconds > OVERDUE_SECONDS and pod.node in seen.lost_nodes]

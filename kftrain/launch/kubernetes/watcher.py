@@ -12,13 +12,14 @@ from kftrain.config import Config
 from kftrain.core.progress import to_log
 from kftrain.errors import FailureClass, FencedError
 from kftrain.launch.kubernetes import diagnosis, observation, states
-from kftrain.launch.kubernetes.diagnosis import JobFailedError, lacked_storage
+from kftrain.launch.kubernetes.diagnosis import JobFailedError, is_lack_of_storage
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.labels import PROGRESS_ANNOTATION, SEEN_ANNOTATION, STATE_ANNOTATION
 from kftrain.launch.kubernetes.lease import Lease
 from kftrain.launch.kubernetes.logs import Logs
 from kftrain.launch.kubernetes.observation import Observation, Pod
 from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits
+from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.launch.kubernetes.states import Assessment, State
 from kftrain.launch.spec import WORKER, JobSpec
 from kftrain.run.best_effort import best_effort
@@ -39,16 +40,13 @@ class Watcher:
     """Follows one job from its creation or adoption on: shows its state, and raises when waiting makes no sense."""
 
     def __init__(self, cluster: JobClient, config: Config, spec: JobSpec, lease: Lease, wake: threading.Event) -> None:
-        settings, paths = config.launch.kubernetes, RunPaths(spec.run_uri)
+        paths = RunPaths(spec.run_uri)
         self._config = config
         self._cluster = cluster
         self._spec = spec
         self._paths = paths
         self._lease = lease
         self._name = lease.name
-        self._limits = Limits(
-            settings.queue_timeout_seconds, settings.start_timeout_seconds, settings.training_timeout_seconds
-        )
         self._logs = Logs(cluster, spec.num_pods)
         self._pod_exits = PodExits(config.launch.timeout_seconds + NOTICE_SECONDS)
         self._wake = wake
@@ -104,7 +102,7 @@ class Watcher:
         error = None
         with best_effort("the workers' error could not be read"):
             error = read_error(self._paths.error)
-        return diagnosis.diagnose(self._spec.task, error, self._pod_exits.last(), self._logs.tails())
+        return diagnosis.diagnose(self._spec.task, error, self._pod_exits.list_last(), self._logs.copy_tails())
 
     def _observe(self) -> Observation:
         """Read the job, its pods and what explains them; note endings of pods, and follow new logs."""
@@ -115,8 +113,8 @@ class Watcher:
         self._is_fenced = item is not None and self._lease.is_lost(item)
         parsed = observation.parse_pods(self._cluster.list_pods(self._name), now, kind)
         for pod in parsed:
-            self._pod_exits.note(pod, time.monotonic())
-        pods = observation.newest(parsed)
+            self._pod_exits.note_end(pod, time.monotonic())
+        pods = observation.keep_newest(parsed)
         pods.sort(key=lambda pod: (pod.role != WORKER, pod.role, pod.index))
         self._logs.follow(pods)  # before its step is asked: a new pod is at none
         self._explain(pods)
@@ -142,7 +140,7 @@ class Watcher:
         self._events = [observation.parse_event(e) for e in self._cluster.list_warnings()] if waits else ()
         doubtful = {pod.node for pod in pods if pod.node and (pod.overdue_seconds or (pod.running and not pod.ready))}
         nodes = ((name, self._cluster.read_node(name)) for name in sorted(doubtful))
-        self._lost_nodes = frozenset(name for name, node in nodes if node and observation.node_is_lost(node))
+        self._lost_nodes = frozenset(name for name, node in nodes if node and observation.is_node_lost(node))
 
     def _show(self, assessment: Assessment) -> None:
         self._state = assessment.state
@@ -163,9 +161,9 @@ class Watcher:
     def _give_up_if_hopeless(self, assessment: Assessment) -> None:
         """Raise JobFailedError if the job was deleted, or if two looks in a row found no hope."""
         if assessment.state is State.GONE:
-            raise self._failure("somebody deleted the job", FailureClass.DELETED)
+            raise self._make_failure("somebody deleted the job", FailureClass.DELETED)
         if assessment.hopeless is not None and self._was_hopeless:
-            raise self._failure(assessment.hopeless.text, assessment.hopeless.failure_class)
+            raise self._make_failure(assessment.hopeless.text, assessment.hopeless.failure_class)
         self._was_hopeless = assessment.hopeless is not None
 
     def _give_up_if_spent(self, seen: Observation) -> None:
@@ -173,26 +171,26 @@ class Watcher:
         num_failed = 0
         with best_effort("the attempts could not be counted"):
             self._budget.begin(seen.pods, self._seen_at)
-            num_failed = self._budget.spent(self._pod_exits.bad(), seen.pods)
+            num_failed = self._budget.count_spent(self._pod_exits.list_failed(), seen.pods)
         if num_failed:
             last = self.diagnose()
             text = f"{num_failed} attempts in a row without a new checkpoint, at last: {last.line}"
-            raise self._failure(text, last.failure_class, last)
+            raise self._make_failure(text, last.failure_class, last)
 
     def _give_up_if_late(self, assessment: Assessment, seen: Observation) -> None:
         """Raise JobFailedError if a time limit of the job is exceeded and a late start is not excused."""
-        limit = self._clock.exceeded(self._limits)
+        limit = self._clock.find_exceeded(self._config.launch.kubernetes)
         if not limit or (assessment.state in STARTING and self._is_excused(assessment, seen)):
             return
         first = next(iter(assessment.reasons), None)
         running = f", {sum(pod.running for pod in seen.pods)} of {self._spec.num_pods} workers run" if seen.pods else ""
         text = f"{assessment.word} for longer than {limit}{running}"
         if first is not None:
-            raise self._failure(f"{text}: {first.text}", first.failure_class)
-        last = self.diagnose() if assessment.state in STARTING and self._pod_exits.last() else None
-        if last is not None and lacked_storage(last):  # such attempts do not count, so it ends here
-            raise self._failure(f"{text}, at last: {last.line}", FailureClass.STORAGE, last)
-        raise self._failure(text, FailureClass.DEADLINE)
+            raise self._make_failure(f"{text}: {first.text}", first.failure_class)
+        last = self.diagnose() if assessment.state in STARTING and self._pod_exits.list_last() else None
+        if last is not None and is_lack_of_storage(last):  # such attempts do not count, so it ends here
+            raise self._make_failure(f"{text}, at last: {last.line}", FailureClass.STORAGE, last)
+        raise self._make_failure(text, FailureClass.DEADLINE)
 
     def _is_excused(self, assessment: Assessment, seen: Observation) -> bool:
         """Tell whether a late start is excused: the attempt has begun to train, or storage holds it up.
@@ -206,7 +204,7 @@ class Watcher:
             self._budget.begin(seen.pods, self._seen_at)
             claimed = self._budget.has_claim()
         if claimed is None:
-            self._clock = self._clock.started_anew()
+            self._clock = self._clock.reset_start()
             return True
         if assessment.state is not State.RENDEZVOUS or not claimed:
             return False
@@ -215,7 +213,7 @@ class Watcher:
 
     def _release(self, seen: Observation) -> None:
         """Force-delete the pods of dead nodes, so that the operator replaces them elsewhere."""
-        for pod in states.stuck_pods(seen):
+        for pod in states.list_stuck_pods(seen):
             if self._cluster.force_delete_pod(pod.name, pod.uid):
                 to_log(f"{pod.name} was taken off node {pod.node}, which is dead")
 
@@ -232,9 +230,9 @@ class Watcher:
         }
         self._cluster.annotate_job(self._name, annotations)
 
-    def _failure(self, what: str, kind: FailureClass, last: ErrorDocument | None = None) -> JobFailedError:
+    def _make_failure(self, what: str, kind: FailureClass, last: ErrorDocument | None = None) -> JobFailedError:
         where = f"job {self._name} in namespace {self._cluster.namespace}"
-        return JobFailedError(what, kind, where=where, found=last)
+        return JobFailedError(what, kind, where=where, last_summary=last)
 
     def _watch(self) -> None:
         """Note how pods end, in a thread: looks each second would miss a failed pod, replaced within 0.1 s."""
@@ -243,28 +241,23 @@ class Watcher:
                 if self._closed.is_set():
                     return
                 for pod in observation.parse_pods([item], time.time(), self._cluster.kind):
-                    if self._pod_exits.note(pod, time.monotonic()):
+                    if self._pod_exits.note_end(pod, time.monotonic()):
                         self._wake.set()
             self._closed.wait(WATCH_PAUSE_SECONDS)
 
 
-_QUEUED = (State.QUEUED,)
 STARTING = (State.ADMITTED, State.SCHEDULING, State.PULLING, State.RENDEZVOUS)
 _TRAINING = (State.WORKING, State.COMMITTING)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The longest that a job may queue, start and train, in seconds."""
-
-    queue_seconds: float
-    start_seconds: float
-    training_seconds: float
-
-
-@dataclass(frozen=True)
 class Clock:
-    """Seconds that a job has spent in its queue, in its start and in training, up to `time` (monotonic)."""
+    """Seconds that a job has spent in its queue, in its start and in training, up to `time` (monotonic).
+
+    Time in a queue never counts as training. A job that goes back to the queue, or that loses a worker, gets its time
+    to start anew; its time to train goes on. To verify the data is work, however long it takes, and no part of the
+    start: the run is claimed before. The operator's own deadline is not a timer.
+    """
 
     time: float
     queue_seconds: float = 0.0
@@ -274,7 +267,7 @@ class Clock:
     def advance(self, state: State, now: float) -> Clock:
         """Return the clock at `now`, for a job that has been in `state` since the last call."""
         passed = now - self.time
-        if state in _QUEUED:
+        if state is State.QUEUED:
             return replace(self, time=now, queue_seconds=self.queue_seconds + passed, start_seconds=0.0)
         if state in STARTING:
             return replace(self, time=now, queue_seconds=0.0, start_seconds=self.start_seconds + passed)
@@ -282,15 +275,15 @@ class Clock:
             return Clock(now, training_seconds=self.training_seconds + passed)
         return replace(self, time=now)
 
-    def started_anew(self) -> Clock:
+    def reset_start(self) -> Clock:
         """Return the clock with no time spent on the start: the time that has passed says nothing about the job."""
         return replace(self, start_seconds=0.0)
 
-    def exceeded(self, limits: Limits) -> str:
+    def find_exceeded(self, limits: KubernetesConfig) -> str:
         """Return the setting whose limit is exceeded, as `key = limit s`; empty if none is."""
         spent = (
-            ("launch.kubernetes.queue_timeout_seconds", self.queue_seconds, limits.queue_seconds),
-            ("launch.kubernetes.start_timeout_seconds", self.start_seconds, limits.start_seconds),
-            ("launch.kubernetes.training_timeout_seconds", self.training_seconds, limits.training_seconds),
+            ("launch.kubernetes.queue_timeout_seconds", self.queue_seconds, limits.queue_timeout_seconds),
+            ("launch.kubernetes.start_timeout_seconds", self.start_seconds, limits.start_timeout_seconds),
+            ("launch.kubernetes.training_timeout_seconds", self.training_seconds, limits.training_timeout_seconds),
         )
         return next((f"{name} = {limit:g} s" for name, seconds, limit in spent if seconds > limit), "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from kftrain.config import Config
 from kftrain.core.progress import to_log
@@ -17,7 +17,7 @@ from kftrain.errors import BUG_CODE, FailureClass, KftrainError, Preempted, clas
 from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes.client import SERVICE_ACCOUNT, Cluster
 from kftrain.launch.kubernetes.control import ENDED_PHASES
-from kftrain.process.termination import said_in
+from kftrain.process.termination import parse_message
 from kftrain.run.error import ErrorDocument
 
 _TRY = re.compile(r"\(\d+\)$")
@@ -56,33 +56,35 @@ def explain_pipeline_run() -> ErrorDocument | None:
     return explain(workflow) if workflow else None
 
 
-def pipeline_tags(config: Config) -> dict[str, str]:
+def build_pipeline_tags(config: Config) -> dict[str, str]:
     """Return the tags that lead from the MLflow run of a training to its pipeline run; values are '' without one."""
-    tags = dict.fromkeys((RUN_TAG, URL_TAG, WORKFLOW_TAG, PLACE_TAG), "")
+    cluster, name, run_id = _find_pipeline_run("MLflow will not say which pipeline run this is")
+    url = config.tracking.kubeflow_url.rstrip("/")
+    page = f"{url}/#/runs/details/{run_id}" if url and run_id else ""
+    place = name_cluster_place(cluster) if cluster is not None else ""
+    return {RUN_TAG: run_id, URL_TAG: page, WORKFLOW_TAG: name, PLACE_TAG: place}
+
+
+def find_pipeline_place() -> tuple[str, str]:
+    """Return the Workflow that this step belongs to, and its `name_cluster_place`; '' where there is none."""
+    cluster, name, _ = _find_pipeline_run("nobody will see when this pipeline run is over")
+    return (name, name_cluster_place(cluster)) if cluster is not None and name else ("", "")
+
+
+def _find_pipeline_run(warning: str) -> tuple[Cluster | None, str, str]:
+    """Return the cluster of this step, its Workflow's name and its run's id; None and '' outside a pipeline.
+
+    So it does, with the warning, where the cluster cannot be asked.
+    """
     if not ownership.is_pipeline_pod():
-        return tags
+        return None, "", ""
     try:
         cluster = Cluster()
         owner, run_id = ownership.find_owner(cluster)
     except KftrainError as error:
-        to_log(f"warning: MLflow will not say which pipeline run this is: {error.line}")
-        return tags
-    url, name = config.tracking.kubeflow_url.rstrip("/"), owner["name"] if owner else ""
-    known = {RUN_TAG: run_id, WORKFLOW_TAG: name, PLACE_TAG: cluster_place(cluster)}
-    return {**tags, **known, URL_TAG: f"{url}/#/runs/details/{run_id}" if url and run_id else ""}
-
-
-def pipeline_place() -> tuple[str, str]:
-    """Return the Workflow that this step belongs to, and its `cluster_place`; '' where there is none."""
-    if not ownership.is_pipeline_pod():
-        return "", ""
-    try:
-        cluster = Cluster()
-        owner, _ = ownership.find_owner(cluster)
-    except KftrainError as error:
-        to_log(f"warning: nobody will see when this pipeline run is over: {error.line}")
-        return "", ""
-    return (owner["name"], cluster_place(cluster)) if owner else ("", "")
+        to_log(f"warning: {warning}: {error.line}")
+        return None, "", ""
+    return cluster, owner["name"] if owner else "", run_id
 
 
 def is_pipeline_over(workflow: str, place: str) -> bool | None:
@@ -91,7 +93,7 @@ def is_pipeline_over(workflow: str, place: str) -> bool | None:
         return None
     try:
         cluster = Cluster()
-        return is_over(cluster, workflow) if cluster_place(cluster) == place else None
+        return is_over(cluster, workflow) if name_cluster_place(cluster) == place else None
     except KftrainError as error:
         to_log(f"warning: the Workflow {workflow} cannot be asked: {error.line}")
         return None
@@ -105,7 +107,7 @@ def is_over(cluster: Cluster, workflow: str) -> bool | None:
     return str((item.get("status") or {}).get("phase", "")) in ENDED_PHASES
 
 
-def cluster_place(cluster: Cluster) -> str:
+def name_cluster_place(cluster: Cluster) -> str:
     """Return a name for the cluster and the namespace: several may share one MLflow server."""
     return f"{cluster.identity}/{cluster.namespace}"
 
@@ -114,31 +116,31 @@ def explain(workflow: Mapping[str, Any]) -> ErrorDocument | None:
     """Summarize why a Workflow failed, from its nodes; None where none of its pods failed."""
     if is_terminated(workflow):
         line = "somebody terminated the run in the Kubeflow UI"
-        return _summary(FailureClass.TERMINATED, line, "", Preempted.exit_code)
+        return _make_summary(FailureClass.TERMINATED, line, "", Preempted.exit_code)
     nodes = (workflow.get("status") or {}).get("nodes", {}).values()
     last: dict[str, Any] = {}
-    for node in sorted((node for node in nodes if node.get("type") == "Pod"), key=_end):
-        last[step_of(node)] = node  # the last try of a step says why the step has failed, if it has
+    for node in sorted((node for node in nodes if node.get("type") == "Pod"), key=_read_end):
+        last[find_step(node)] = node  # the last try of a step says why the step has failed, if it has
     failed = [(step, node) for step, node in last.items() if node.get("phase") in ("Failed", "Error")]
     if not failed:
         return None
-    step, first = min(failed, key=lambda pair: _end(pair[1]))
+    step, first = min(failed, key=lambda pair: _read_end(pair[1]))
     message = str(first.get("message") or "no message")
-    return _summary(_class_of(message), f"step {step}: {message}", pod_of(workflow, first), BUG_CODE)
+    return _make_summary(_classify(message), f"step {step}: {message}", find_pod(workflow, first), BUG_CODE)
 
 
-def _class_of(message: str) -> FailureClass:
+def _classify(message: str) -> FailureClass:
     """Classify a failure by the exit code in the step's own message, never by its words, which may be a user's.
 
     Only a message that is not ours is searched for Argo's words.
     """
-    left = said_in(message)
+    left = parse_message(message)
     if left is not None:
         return class_of(left.kind, left.exit_code)
     return next((kind for sign, kind in SIGNS if sign in message), FailureClass.UNKNOWN)
 
 
-def step_of(node: Mapping[str, Any]) -> str:
+def find_step(node: Mapping[str, Any]) -> str:
     """Return the name of the step that a pod's node belongs to, without the number of the try.
 
     Argo shows the pod of every step as `executor(0)`; the step stands before that in the node's full name,
@@ -150,7 +152,7 @@ def step_of(node: Mapping[str, Any]) -> str:
     return inner.removesuffix(DRIVER)
 
 
-def pod_of(workflow: Mapping[str, Any], node: Mapping[str, Any]) -> str:
+def find_pod(workflow: Mapping[str, Any], node: Mapping[str, Any]) -> str:
     """Return the name of a node's pod: Argo puts the template's name between Workflow and hash of the node's id."""
     metadata, identity = workflow.get("metadata") or {}, str(node.get("id", ""))
     flow, template = str(metadata.get("name", "")), str(node.get("templateName", ""))
@@ -160,11 +162,11 @@ def pod_of(workflow: Mapping[str, Any], node: Mapping[str, Any]) -> str:
     return f"{f'{flow}-{template}'[:MAX_POD_PREFIX]}-{identity.removeprefix(f'{flow}-')}"
 
 
-def _end(node: Mapping[str, Any]) -> str:
+def _read_end(node: Mapping[str, Any]) -> str:
     return str(node.get("finishedAt") or "9")
 
 
-def _summary(kind: FailureClass, line: str, pod: str, code: int) -> ErrorDocument:
+def _make_summary(kind: FailureClass, line: str, pod: str, code: int) -> ErrorDocument:
     return ErrorDocument(
         stage="run",
         failure_class=kind,
@@ -177,14 +179,6 @@ def _summary(kind: FailureClass, line: str, pod: str, code: int) -> ErrorDocumen
 POLL_SECONDS = 2.0
 
 
-class WorkflowReader(Protocol):
-    """The call to the cluster that `TerminateWatch` needs; `Cluster` has it."""
-
-    def read_workflow(self, name: str, retried: bool = True) -> dict[str, Any] | None:
-        """Return a Workflow; None where it is gone or cannot be read. Only `retried` waits out an outage."""
-        ...
-
-
 def is_terminated(workflow: Mapping[str, Any]) -> bool:
     """Tell whether somebody pressed Terminate: Kubeflow then sets the deadline of the Workflow to 0."""
     return (workflow.get("spec") or {}).get("activeDeadlineSeconds") == 0
@@ -193,15 +187,17 @@ def is_terminated(workflow: Mapping[str, Any]) -> bool:
 class TerminateWatch:
     """Context manager that watches the Workflow in a thread and calls `on_terminate` there once it is terminated.
 
+    Kubeflow answers *Terminate* by marking the Workflow; Argo looks at it some 10 s later and then kills the step's pod
+    within milliseconds, too soon for a handler of SIGTERM to delete a job. The exit handler deletes it afterwards, but
+    not in a run that was retried. So a launcher looks at the mark itself, and deletes its job while it still can.
+
     Args:
         cluster: Where the Workflow is.
         owner: The reference to it, of which nothing but the name counts; None outside a pipeline: nothing happens.
         on_terminate: Called once at most.
     """
 
-    def __init__(
-        self, cluster: WorkflowReader, owner: Mapping[str, Any] | None, on_terminate: Callable[[], None]
-    ) -> None:
+    def __init__(self, cluster: Cluster, owner: Mapping[str, Any] | None, on_terminate: Callable[[], None]) -> None:
         self._cluster = cluster
         self._name = str(owner["name"]) if owner else ""
         self._on_terminate = on_terminate

@@ -36,7 +36,9 @@ def attempt(world, job, folder, num_steps):
     """Goes on with what lies in the folder, if anything, for so many steps at most; what came of it."""
     resolved = config.parse(job.text, [*job.overrides, f"run.storage_root={folder}"])
     paths, identity = RunPaths.of(folder, "r"), resolved.training_identity("d")
-    number = world.from_main(attempts.claim(paths, commit.last_step(paths), world.size) if world.is_main else None)
+    number = world.from_main(
+        attempts.claim_run(paths, commit.find_last_step(paths), world.size) if world.is_main else None
+    )
     loaded = load.choose(paths, world, identity)
     mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
     with contextlib.closing(new_loader(resolved, task, mesh, job.data())) as loader:

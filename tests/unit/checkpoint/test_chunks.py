@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from helpers.documents import entry_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -22,7 +23,6 @@ from kftrain.checkpoint import chunks
 from kftrain.checkpoint.chunks import StoredChunks
 from kftrain.core import storage
 from kftrain.errors import CheckpointError
-from kftrain.run import commit
 
 
 def stored(folder, whole, rectangles):
@@ -41,7 +41,7 @@ def stored(folder, whole, rectangles):
     metadata = Metadata({"model.w": entry}, storage_data=places, storage_meta=StorageMeta())
     (folder / "__0_0.distcp").write_bytes(content.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    files = {name: commit.entry_of(storage.join(str(folder), name)) for name in storage.list_names(str(folder))}
+    files = {name: entry_of(storage.join(str(folder), name)) for name in storage.list_names(str(folder))}
     return StoredChunks(str(folder), files, "model.")
 
 

@@ -61,7 +61,7 @@ def test_when_a_checkpoint_gets_its_marker_everything_that_it_vouches_for_is_dur
     root = tmp_path / "store"
     root.mkdir()
     paths = RunPaths.of(str(root), "r")
-    attempts.claim(paths, 0, 1)
+    attempts.claim_run(paths, 0, 1)
     looked = []
     replace = os.replace
 

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.documents import entry_of
 from helpers.fakes import full_disk
 from helpers.pool import SERVER
 
@@ -42,7 +43,7 @@ def checkpoint_uri(paths):
         dataset_digest="d",
         training_digest="t",
         training_identity={},
-        files={file: commit.entry_of(storage.join(uri, file)) for file in storage.list_names(uri)},
+        files={file: entry_of(storage.join(uri, file)) for file in storage.list_names(uri)},
     )
     commit.commit(paths, name, manifest)
     return uri
@@ -151,7 +152,7 @@ def test_what_is_hashed_while_it_is_written_is_what_lies_there(paths, checkpoint
     monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 100)
     uri, digest = export_it(paths, checkpoint_uri)
     files = export.verify_export(uri, digest).files
-    assert {name: commit.entry_of(storage.join(uri, name)) for name in files} == files
+    assert {name: entry_of(storage.join(uri, name)) for name in files} == files
 
 
 def test_an_object_store_gets_the_tensors_in_their_place_and_the_manifest_last(paths, checkpoint_uri, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import pandas
 import pytest
 import torch
+from helpers.documents import entry_of
 from safetensors.torch import save_file
 
 from kftrain.checkpoint import export, exporting
@@ -15,7 +16,6 @@ from kftrain.data.schema import Record
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.models import build_model
 from kftrain.models.settings import ModelConfig
-from kftrain.run import commit
 from kftrain.run.export import ExportManifest, digest_of_export
 from kftrain.tasks import build_task
 from kftrain.tasks.settings import TaskConfig
@@ -46,7 +46,7 @@ def write(folder, task, tokenizer, left_out=()):
     for name, content in described.task_files.items():
         if name not in left_out:
             (folder / name).write_bytes(content)
-    files = {path.name: commit.entry_of(str(path)) for path in sorted(folder.iterdir())}
+    files = {path.name: entry_of(str(path)) for path in sorted(folder.iterdir())}
     digests = dict.fromkeys(("checkpoint_digest", "training_digest", "dataset_digest"), "0" * 64)
     storage.publish_json(f"{folder}/manifest.json", ExportManifest(**digests, step=1, files=files).to_dict())
     return str(folder), digest_of_export(str(folder))

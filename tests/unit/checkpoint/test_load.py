@@ -1,6 +1,7 @@
 """Which checkpoint is chosen, and what becomes of those that are not; one process, no tensors."""
 
 import pytest
+from helpers.documents import entry_of
 
 from kftrain.checkpoint import load
 from kftrain.core import storage
@@ -46,7 +47,7 @@ def write(paths, step, attempt=1):
         dataset_digest="d",
         training_digest="t",
         training_identity=IDENTITY,
-        files={file: commit.entry_of(storage.join(uri, file)) for file in ("__0_0.distcp", commit.HISTORY)},
+        files={file: entry_of(storage.join(uri, file)) for file in ("__0_0.distcp", commit.HISTORY)},
     )
     commit.commit(paths, name, manifest)
     return uri
@@ -61,7 +62,7 @@ def choose(paths):
 
 
 def committed_steps(paths):
-    return [name.step for name in commit.committed(paths)]
+    return [name.step for name in commit.list_committed(paths)]
 
 
 def test_damaged_checkpoints_lose_their_markers_once_a_good_one_is_found(paths):
@@ -106,7 +107,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_read_is_not_damaged(paths, mon
     def retired(uri, files, share):
         if uri.endswith("step-00000010-a1"):
             write(paths, 20)
-            commit.retire(paths, keep_last=1, attempt=1)
+            commit.retire_checkpoints(paths, keep_last=1, attempt=1)
         verify(uri, files, share)
 
     monkeypatch.setattr(commit, "verify_files", retired)
@@ -130,14 +131,14 @@ def test_a_file_that_vanishes_between_its_size_and_its_digest_is_missing(paths, 
 
 
 def test_a_run_that_never_committed_starts_from_scratch(paths):
-    attempts.claim(paths, 0, 1)
+    attempts.claim_run(paths, 0, 1)
     storage.publish(storage.join(paths.checkpoints, "step-00000010-a1", "__0_0.distcp"), b"half")
     assert choose(paths) is None
 
 
 def test_a_run_that_has_lost_its_commits_does_not_start_from_scratch(paths):
-    attempts.claim(paths, 10, 1)
-    attempts.claim(paths, 0, 1)
+    attempts.claim_run(paths, 10, 1)
+    attempts.claim_run(paths, 0, 1)
     assert choose(paths) is None  # somebody has deleted them all
     storage.remove(storage.join(write(paths, 10, attempt=2), commit.COMMITTED))
     with pytest.raises(CheckpointError, match="an attempt went on after step 10"):
@@ -155,10 +156,10 @@ def test_another_training_is_refused_before_the_run_is_claimed(paths):
 
 
 def test_a_fenced_attempt_retires_nothing(paths):
-    attempts.claim(paths, 0, 1)
+    attempts.claim_run(paths, 0, 1)
     write(paths, 10)
     write(paths, 20)
-    attempts.claim(paths, 20, 1)
+    attempts.claim_run(paths, 20, 1)
     with pytest.raises(FencedError):
-        commit.retire(paths, keep_last=1, attempt=1)
+        commit.retire_checkpoints(paths, keep_last=1, attempt=1)
     assert committed_steps(paths) == [20, 10]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.documents import entry_of
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
@@ -16,7 +17,6 @@ from kftrain.checkpoint import load, reader
 from kftrain.checkpoint.reader import ALLOWED
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, RetryableError
-from kftrain.run import commit
 
 STATE = {
     "weights": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
@@ -42,7 +42,7 @@ def empty():
 
 def files_of(uri):
     """What a manifest of the folder as it is would list."""
-    return {name: commit.entry_of(storage.join(uri, name)) for name in storage.list_names(uri)}
+    return {name: entry_of(storage.join(uri, name)) for name in storage.list_names(uri)}
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_tensors_of_files_that_the_manifest_does_not_list_are_not_loaded(checkpo
     for entry in metadata.storage_data.values():
         entry.relative_path = place.format(other=other)
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(metadata))
-    files[".metadata"] = commit.entry_of(f"{checkpoint}/.metadata")
+    files[".metadata"] = entry_of(f"{checkpoint}/.metadata")
     state = empty()
     with pytest.raises(CheckpointError, match="names a file that is none of the checkpoint's"):
         load.load_into(state, checkpoint, files)

@@ -79,13 +79,13 @@ def raises(error):
 
 def test_all_processes_raise_the_same_at_once(tmp_path):
     paths = RunPaths(f"{tmp_path}/runs/r")
-    attempts.claim(paths, 0, 2)
+    attempts.claim_run(paths, 0, 2)
     mp.spawn(run, (str(tmp_path),), nprocs=2)
     expected = {name: list(raised) for name, (_, _, _, raised) in FAILURES.items()}
     for rank in (0, 1):
         seen = storage.read_json(f"{tmp_path}/{rank}.json")
         assert {name: [kind, code] for name, (kind, code, _) in seen.items()} == expected
         assert max(seconds for _, _, seconds in seen.values()) < checkpoints.TIMEOUT.total_seconds() / 2
-    assert [name.step for name in commit.committed(paths)] == [len(FAILURES)]
-    last = storage.join(paths.checkpoints, str(commit.committed(paths)[0]))
+    assert [name.step for name in commit.list_committed(paths)] == [len(FAILURES)]
+    last = storage.join(paths.checkpoints, str(commit.list_committed(paths)[0]))
     assert commit.read_checkpoint_manifest(last)[0].bad_samples == (30, 31), "what was left out"

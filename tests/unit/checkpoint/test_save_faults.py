@@ -32,7 +32,7 @@ def world():
 @pytest.fixture
 def paths(tmp_path):
     paths = RunPaths.of(str(tmp_path), "r")
-    attempts.claim(paths, 0, 1)
+    attempts.claim_run(paths, 0, 1)
     return paths
 
 
@@ -82,7 +82,7 @@ def test_fault_48_any_refusal_of_a_disk_is_retryable_and_told(paths, writer, mon
         with pytest.raises(RetryableError) as caught:
             checkpoints.save(writer, 2)
     assert os.strerror(code) in caught.value.line
-    assert commit.committed(paths) == []
+    assert commit.list_committed(paths) == []
     checkpoints.save(writer, 2)
     assert_whole(paths, 2)
 
@@ -132,7 +132,7 @@ def bucket():
 
 def test_an_object_store_gets_each_file_once_and_is_not_asked_for_them_again(world, bucket, monkeypatch):
     paths = RunPaths.of("memory://bucket/store", "r")
-    attempts.claim(paths, 0, 1)
+    attempts.claim_run(paths, 0, 1)
     writer = checkpoints.writer_of(paths, world)
     opened = []
     before = type(bucket)._open
@@ -158,7 +158,7 @@ def test_an_object_store_gets_each_file_once_and_is_not_asked_for_them_again(wor
 
 def test_an_object_store_that_refuses_in_the_middle_keeps_nothing_of_the_save(world, bucket, monkeypatch):
     paths = RunPaths.of("memory://bucket/store", "r")
-    attempts.claim(paths, 0, 1)
+    attempts.claim_run(paths, 0, 1)
     writer = checkpoints.writer_of(paths, world)
     checkpoints.save(writer, 1)
     with monkeypatch.context() as patch, storage.retry_for(0):
@@ -166,7 +166,7 @@ def test_an_object_store_that_refuses_in_the_middle_keeps_nothing_of_the_save(wo
         with pytest.raises(RetryableError, match="could not be committed"):
             checkpoints.save(writer, 2)
     assert [path for path in bucket.find("/bucket") if "step-00000002" in path] == []
-    assert [name.step for name in commit.committed(paths)] == [1]
+    assert [name.step for name in commit.list_committed(paths)] == [1]
 
 
 def test_fault_43_a_checkpoint_is_never_written_over(paths, world, writer):
@@ -175,7 +175,7 @@ def test_fault_43_a_checkpoint_is_never_written_over(paths, world, writer):
     with pytest.raises(BaseException, match="already"):
         checkpoints.save(writer, 5, fill=7)
     assert_whole(paths, 5)
-    attempts.claim(paths, 5, 1)
+    attempts.claim_run(paths, 5, 1)
     checkpoints.save(checkpoints.writer_of(paths, world, attempt=2), 5, fill=7)
     assert_whole(paths, 5)
     assert storage.list_names(paths.checkpoints) == ["step-00000005-a1", "step-00000005-a2"]
@@ -193,7 +193,7 @@ def test_fault_44_nothing_is_committed_before_all_is_written(paths, writer, monk
     closing = threading.Thread(target=writer.close)
     closing.start()
     closing.join(0.3)
-    assert closing.is_alive() and commit.committed(paths) == []
+    assert closing.is_alive() and commit.list_committed(paths) == []
     assert not [
         path for path in pathlib.Path(paths.checkpoints).rglob("*") if path.name in ("COMMITTED", "manifest.json")
     ]
@@ -250,11 +250,11 @@ def test_a_storage_that_hangs_ends_the_wait_and_nobody_waits_for_it_at_the_end(p
 def test_fault_24_a_paused_node_that_comes_back_commits_nothing(paths, world, writer):
     """It was writing when the next attempt took the run."""
     checkpoints.save(writer, 1)
-    attempts.claim(paths, 1, 1)
+    attempts.claim_run(paths, 1, 1)
     with pytest.raises(FencedError) as caught:
         checkpoints.save(writer, 2)
     assert caught.value.exit_code == 17
-    assert [name.step for name in commit.committed(paths)] == [1]
+    assert [name.step for name in commit.list_committed(paths)] == [1]
     newer = checkpoints.writer_of(paths, world, attempt=2)
     checkpoints.save(newer, 2)
     assert storage.list_names(paths.checkpoints) == ["step-00000001-a1", "step-00000002-a2"]
@@ -263,7 +263,7 @@ def test_fault_24_a_paused_node_that_comes_back_commits_nothing(paths, world, wr
 def test_fault_25_of_two_groups_that_start_at_once_one_commits(tmp_path, world):
     paths = RunPaths.of(str(tmp_path), "r")
     numbers = []
-    threads = [threading.Thread(target=lambda: numbers.append(attempts.claim(paths, 0, 1))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: numbers.append(attempts.claim_run(paths, 0, 1))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -273,4 +273,4 @@ def test_fault_25_of_two_groups_that_start_at_once_one_commits(tmp_path, world):
         with pytest.raises(FencedError):
             checkpoints.save(checkpoints.writer_of(paths, world, attempt=number), 1)
     checkpoints.save(checkpoints.writer_of(paths, world, attempt=8), 1)
-    assert [str(name) for name in commit.committed(paths)] == ["step-00000001-a8"]
+    assert [str(name) for name in commit.list_committed(paths)] == ["step-00000001-a8"]

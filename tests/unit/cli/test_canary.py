@@ -142,7 +142,7 @@ def in_user_code() -> None:
 
 
 def in_a_rank() -> None:
-    rank.report(drivers_error())
+    rank.report_error(drivers_error())
     raise KftrainError("as reported")
 
 
@@ -175,7 +175,7 @@ def test_what_workers_and_drivers_said_last_holds_none(
     """It goes into the report of a failure, into annotations, and to the console."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "caNAry/secret")
     said = str(drivers_error())
-    for error in (ErrorDocument.received({"kind": "X", "exit_code": 1, "line": said}), None):
+    for error in (ErrorDocument.salvage({"kind": "X", "exit_code": 1, "line": said}), None):
         found = diagnose("train", error, [], {"worker-0": ["step 1", said]})
         assert found.last_lines[0] == "step 1" and "postgresql://" in found.last_lines[1]
         assert "caNAry" not in str(found.to_dict())

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from helpers.documents import entry_of
 
 from kftrain.cli import cli
 from kftrain.core import storage
@@ -29,7 +30,7 @@ def paths(tmp_path):
             dataset_digest="d",
             training_digest="t",
             training_identity={},
-            files={"__0_0.distcp": commit.entry_of(storage.join(uri, "__0_0.distcp"))},
+            files={"__0_0.distcp": entry_of(storage.join(uri, "__0_0.distcp"))},
         )
         commit.commit(paths, name, manifest)
     return paths

@@ -40,7 +40,7 @@ class Told:
     def __init__(self, *messages):
         self.waiting = list(messages)
 
-    def messages(self):
+    def read_messages(self):
         told, self.waiting = self.waiting, []
         return told
 
@@ -309,7 +309,7 @@ def test_a_users_line_decides_nothing(tmp_path):
 
 
 def test_a_stage_tells_its_parent_what_it_must_know(tmp_path, capsys):
-    with channel.opened(tmp_path) as told:
+    with channel.open_channel(tmp_path) as told:
         watched = local_run.PipelineOutput(Recorded(), io.StringIO(), told)
         assert channel.tell(channel.RUN, "/w/runs/b-2")
         with pytest.raises(CheckpointError), failure.announce_failure("train", to_log):

@@ -69,7 +69,7 @@ def test_a_run_that_failed_says_why(tmp_path, run, error, state):
 def test_a_run_is_running_while_its_process_lives_and_unfinished_after_that(tmp_path, run):
     assert one(tmp_path)["state"] == "unfinished"
     script = "import sys; from kftrain.run import attempts; from kftrain.run.paths import RunPaths;"
-    script += "attempts.claim(RunPaths(sys.argv[1]), 0, 1); print(flush=True); sys.stdin.read()"
+    script += "attempts.claim_run(RunPaths(sys.argv[1]), 0, 1); print(flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", script, run.uri], stdin=pipe, stdout=pipe) as process:
         assert process.stdout.readline()
@@ -80,7 +80,7 @@ def test_a_run_is_running_while_its_process_lives_and_unfinished_after_that(tmp_
 
 def test_a_process_of_another_machine_is_not_looked_for_here(tmp_path, run, monkeypatch):
     monkeypatch.setattr(attempts.socket, "gethostname", lambda: "elsewhere")
-    attempts.claim(run, 0, 1)
+    attempts.claim_run(run, 0, 1)
     monkeypatch.undo()
     assert one(tmp_path)["state"] == "unfinished"
 
@@ -93,9 +93,9 @@ def test_runs_are_in_the_order_of_their_starts_and_those_of_a_schedule_are_filte
             for late in (86400, 0):
                 opener = {"job_id": f"job-{late}", "time": second + late}
                 storage.publish_json(f"{paths.uri}/pipelines/job-{late}.json", opener)
-            attempts.claim(paths, 0, 1)
+            attempts.claim_run(paths, 0, 1)
     by_hand = opened_run(digits_config(tmp_path), "a-0").paths
-    attempts.claim(by_hand, 0, 1)
+    attempts.claim_run(by_hand, 0, 1)
     found = json.loads(listed(tmp_path, "--json"))
     assert [run["run_id"] for run in found] == ["c-9", "b-1", "a-2", "a-1", "a-0"]
     assert [run["started"] for run in found][:2] == ["", "1970-01-01T00:01:00Z"]

@@ -207,7 +207,7 @@ def number(request):
 def test_whoever_is_told_to_stop_gives_back_the_turn(call, monkeypatch, number):
     call("apply")
     monkeypatch.setattr(Pipelines, "list_live_runs", lambda *_: os.kill(os.getpid(), number))
-    with signals.handled(signals.STOP, lambda *_: pytest.fail("the process would be killed")):
+    with signals.handle_signals(signals.STOP, lambda *_: pytest.fail("the process would be killed")):
         assert call("delete")[0] == 128 + number
     turns = f"{ROOT}/schedules/nightly/turns"
     assert NumberedRecords(turns, storage.read_json).read_last()["given_back"]

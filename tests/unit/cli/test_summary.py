@@ -37,7 +37,7 @@ def test_a_first_model_is_compared_with_nothing(tmp_path):
 
 def test_after_a_failure_the_command_that_goes_on_is_shown():
     situation = Situation(Place.LAPTOP, "/r/runs/a b", "kftrain run -c x.yaml", "/w/logs/x.log")
-    lines = summary.failure_lines(ErrorDocument.received({"stage": "train", "exit_code": 138}), situation)
+    lines = summary.failure_lines(ErrorDocument.salvage({"stage": "train", "exit_code": 138}), situation)
     assert lines[0] == "train failed"
     assert any("kftrain run --resume '/r/runs/a b'" in line for line in lines)
     assert any("/w/logs/x.log" in line for line in lines)
@@ -45,7 +45,7 @@ def test_after_a_failure_the_command_that_goes_on_is_shown():
 
 def test_after_a_failure_that_opened_no_run_a_new_one_is_started():
     lines = summary.failure_lines(
-        ErrorDocument.received({"exit_code": 138}), Situation(Place.LAPTOP, started_by="kftrain run -c x.yaml")
+        ErrorDocument.salvage({"exit_code": 138}), Situation(Place.LAPTOP, started_by="kftrain run -c x.yaml")
     )
     assert lines[-1].endswith("kftrain run -c x.yaml")
     assert not any("resume" in line for line in lines)

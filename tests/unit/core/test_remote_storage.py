@@ -164,7 +164,7 @@ import sys, threading
 from kftrain.core import remote, storage
 from kftrain.process import stage_lifetime as lifetime
 remote.deadline = remote.Deadline(600.0, 600.0, 1e9)
-with lifetime.signals_as_errors():
+with lifetime.raise_on_signals():
     print("up", flush=True)
     storage.publish("s3://bucket/x", b"x")
 """

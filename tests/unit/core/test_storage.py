@@ -275,7 +275,7 @@ def test_two_claims_are_never_equal():
     """Whose claim it is is told by its content, also in containers that share host name, process number and clock."""
     paths = RunPaths("memory://claims-of-a-test")
     with mock.patch("time.time", return_value=1.0), mock.patch("socket.gethostname", return_value="localhost"):
-        numbers = [attempts.claim(paths, 0, 1), attempts.claim(paths, 0, 1)]
+        numbers = [attempts.claim_run(paths, 0, 1), attempts.claim_run(paths, 0, 1)]
     found = [storage.read_json(paths.attempt(number)) for number in numbers]
     assert numbers == [1, 2]
     assert {**found[0], "attempt": 2} != found[1]

@@ -108,7 +108,7 @@ def test_fault_03_04_nothing_that_a_flipped_bit_has_touched_is_committed(run, mo
     with pytest.raises(DataError, match=r"train-000000\.tar: its content has changed") as caught:
         in_process.train(paths, resolved, monkeypatch)
     assert caught.value.exit_code == 11
-    assert commit.committed(paths) == [] and not storage.exists(paths.complete)
+    assert commit.list_committed(paths) == [] and not storage.exists(paths.complete)
 
 
 def test_fault_04_no_figures_of_a_damaged_validation_split_are_published(run, monkeypatch):
@@ -144,7 +144,7 @@ def test_fault_14_a_dataset_that_changed_between_save_and_resume_is_refused_dige
     assert after != before and paths_of_other.shards == paths.shards
     with pytest.raises(CheckpointError, match=f"dataset: '{before}' -> '{after}'") as caught:
         in_process.train(paths, resolved, monkeypatch)
-    assert attempts.last_attempt(paths) == 1, caught.value
+    assert attempts.find_last_attempt(paths) == 1, caught.value
 
 
 def test_fault_15_a_run_whose_shards_were_deleted_says_what_to_run(run, monkeypatch):

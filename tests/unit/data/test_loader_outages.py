@@ -79,6 +79,6 @@ def test_fault_12_a_read_that_never_returns_names_shard_and_rank(server, monkeyp
         server.plan["GET"] = what
         with pytest.raises(RetryableError) as caught:
             list(steps)
-    assert rank.report(caught.value) == 138
+    assert rank.report_error(caught.value) == 138
     document = json.loads((tmp_path / "error.json").read_text())
     assert document["rank"] == 3 and "s3://bucket/shards/train-0000" in document["line"]

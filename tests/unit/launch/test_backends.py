@@ -10,7 +10,7 @@ from kftrain import config
 from kftrain.errors import ConfigError, LaunchError
 from kftrain.launch import base, spec
 from kftrain.launch.backends import BACKENDS, POD_BACKENDS, Backend
-from kftrain.launch.kubernetes.kinds import all_kinds
+from kftrain.launch.kubernetes.kinds import load_kinds
 from kftrain.launch.settings import LaunchConfig
 from kftrain.stages import resolve
 from kftrain.tracking import runs
@@ -32,7 +32,7 @@ def test_the_setting_knows_the_table_and_nothing_else():
 
 
 def test_kinds_differ_in_what_finds_their_jobs():
-    kinds = all_kinds()
+    kinds = load_kinds()
     assert len({(kind.group, kind.version, kind.plural) for kind in kinds}) == len(kinds) >= 1
 
 
@@ -59,7 +59,7 @@ def test_a_backend_may_be_remote_without_pods(slurm, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")  # of the machine that submits
     base.require_remote_jobs(slurm, "the steps")
     assert base.build_launcher(slurm) == base.find_jobs(slurm) == "the launcher of slurm"
-    assert (spec.processes_per_node(slurm), slurm.launch.gpus_per_node) == (spec.DEFAULT_CPU_PROCESSES, 0)
+    assert (spec.count_processes_per_node(slurm), slurm.launch.gpus_per_node) == (spec.DEFAULT_CPU_PROCESSES, 0)
     assert resolve.anchor_paths(slurm, "/").tracking.uri == slurm.tracking.uri
     assert not [name for name in runs.list_parameters(slurm) if name.startswith("launch.kubernetes")]
 

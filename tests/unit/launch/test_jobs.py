@@ -33,7 +33,7 @@ class ScriptedLauncher:
         start_step, error = self.script.pop(0)
         if start_step:  # the attempt before has committed it
             publish_commit(self.paths, start_step)
-        attempts.claim(self.paths, start_step, job.workers.num_processes)
+        attempts.claim_run(self.paths, start_step, job.workers.num_processes)
         if error is None:
             return 0
         storage.publish_json(self.paths.error, error.to_dict())
@@ -208,5 +208,5 @@ def test_a_job_is_plain_data(paths, monkeypatch):
     assert job.workers.num_processes == 2
     assert job.environment == {spec.MLFLOW_RUN_ID_ENV: "mlflow-run"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert spec.processes_per_node(RESOLVED) == 3
-    assert spec.processes_per_node(config.parse("launch: {processes_per_node: 5}")) == 5
+    assert spec.count_processes_per_node(RESOLVED) == 3
+    assert spec.count_processes_per_node(config.parse("launch: {processes_per_node: 5}")) == 5

@@ -23,7 +23,7 @@ from kftrain.run.job_tasks import TRAINING
 SCRIPT = """
 import signal, sys, time
 from kftrain.process import presence
-with presence.shown(sys.argv[1], "train"):
+with presence.show_process(sys.argv[1], "train"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     print(flush=True)
     time.sleep(600)
@@ -87,11 +87,11 @@ def test_a_job_of_another_run_is_left_alone(tmp_path, run):
 
 def test_a_process_that_got_a_dead_ones_number_is_never_told_to_stop(run):
     """The file of a launcher that was killed stays; without a lock it says nothing."""
-    folder = presence._folder()
+    folder = presence._make_folder()
     document = {"subject": run.uri, "task": "train", "process_id": os.getpid(), "since": 0.0}
     (folder / f"{os.getpid()}.json").write_text(json.dumps(document))
-    presence.Present(**document).terminate()
-    assert presence.find(run.uri) == [] and not list(folder.iterdir())
+    presence.WorkingProcess(**document).terminate()
+    assert presence.find_processes(run.uri) == [] and not list(folder.iterdir())
 
 
 def test_a_link_to_another_folder_in_the_place_of_ours_is_not_followed(monkeypatch, tmp_path):
@@ -99,15 +99,15 @@ def test_a_link_to_another_folder_in_the_place_of_ours_is_not_followed(monkeypat
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "1.json").write_text("{}")
     (tmp_path / "tmp" / f"kftrain-{os.getuid()}").symlink_to(tmp_path / "victim")
-    assert presence.find() == [] and os.listdir(tmp_path / "victim") == ["1.json"]
-    with presence.shown("s3://b/runs/a", "train"):
-        assert presence.find() == [] and os.listdir(tmp_path / "victim") == ["1.json"]
+    assert presence.find_processes() == [] and os.listdir(tmp_path / "victim") == ["1.json"]
+    with presence.show_process("s3://b/runs/a", "train"):
+        assert presence.find_processes() == [] and os.listdir(tmp_path / "victim") == ["1.json"]
 
 
 def test_where_no_file_can_be_written_the_job_runs_all_the_same(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(presence, "_folder", lambda: tmp_path / "nowhere")
-    with presence.shown(run.uri, "train"):
-        assert presence.find() == []
+    monkeypatch.setattr(presence, "_make_folder", lambda: tmp_path / "nowhere")
+    with presence.show_process(run.uri, "train"):
+        assert presence.find_processes() == []
 
 
 def test_logs_are_those_of_the_last_attempt(run):

@@ -11,7 +11,7 @@ from kftrain.core import storage
 from kftrain.errors import ConfigError, LaunchError, LostPeerError, Preempted
 from kftrain.launch import local, role_processes
 from kftrain.launch.local import LocalLauncher
-from kftrain.launch.role_processes import RoleFailure, root_cause
+from kftrain.launch.role_processes import RoleFailure, find_root_cause
 from kftrain.launch.spec import JobSpec, Role
 from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.paths import RunPaths
@@ -154,7 +154,7 @@ FAILED = [RoleFailure("server-1", 1, -9), RoleFailure("server-0", 0, 1)]
     ],
 )
 def test_the_first_node_that_failed_is_the_cause_unless_the_workers_have_one_of_their_own(failures, left, place):
-    found = root_cause(failures, left and ErrorDocument.of(left))
+    found = find_root_cause(failures, left and ErrorDocument.of(left))
     assert (found and found.place) == place
 
 

@@ -96,7 +96,7 @@ AGENT = """
 import sys, time
 from kftrain.worker import agent, rank
 agent._preload = lambda task: None
-rank.run = lambda *arguments: time.sleep(600)
+rank.run_rank = lambda *arguments: time.sleep(600)
 agent.main(sys.argv[1])
 """
 

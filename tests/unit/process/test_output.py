@@ -11,7 +11,7 @@ import pytest
 from kftrain.core import progress
 from kftrain.process import output
 from kftrain.process.output import OUTPUT_ENV, Output
-from kftrain.run.log_size import MIDDLE, shortened
+from kftrain.run.log_size import MIDDLE, shorten_log
 
 LIMIT_SECONDS = 200
 """For what takes a moment on a machine that does not pause."""
@@ -19,7 +19,7 @@ LIMIT_SECONDS = 200
 CHATTER = """
 import os, sys
 from kftrain.process import output
-output.redirect()
+output.redirect_output()
 rank = os.environ["LOCAL_RANK"]
 for index in range(3000):
     print("line", index, "of", rank)
@@ -69,7 +69,7 @@ def test_a_line_that_is_written_in_pieces_is_shown_in_one(tmp_path, capfd):
     source = """
 import os, time
 from kftrain.process import output
-output.redirect()
+output.redirect_output()
 for part in (b"kftrain| st", b"ep 3/20 lo", b"ss 1\\n"):
     os.write(1, part)
     time.sleep(0.3)
@@ -81,7 +81,7 @@ for part in (b"kftrain| st", b"ep 3/20 lo", b"ss 1\\n"):
 
 def test_what_is_still_in_the_pipe_at_the_end_is_read(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(output, "READ_BYTES", 16)  # the process is through long before the reader
-    source = "from kftrain.process import output; output.redirect(); print('x' * 60_000)"
+    source = "from kftrain.process import output; output.redirect_output(); print('x' * 60_000)"
     assert run(tmp_path, range(1), source) == {0: b"x" * 60_000 + b"\n"}
     assert capfd.readouterr().out.count("x") == 60_000
 
@@ -93,12 +93,12 @@ def test_lines_of_ours_are_recognised_behind_the_name(tmp_path, capfd):
 
 
 def test_a_single_process_needs_no_name(tmp_path, capfd):
-    run(tmp_path, range(1), "from kftrain.process import output; output.redirect(); print('alone')", named=False)
+    run(tmp_path, range(1), "from kftrain.process import output; output.redirect_output(); print('alone')", named=False)
     assert capfd.readouterr().out == "alone\n"
 
 
 def test_a_line_is_shown_at_once(tmp_path, capfd):
-    source = "import sys; from kftrain.process import output; output.redirect(); print('now'); sys.stdin.read()"
+    source = "import sys; from kftrain.process import output; output.redirect_output(); print('now'); sys.stdin.read()"
     environment = {**os.environ, OUTPUT_ENV: str(tmp_path), "LOCAL_RANK": "0"}
     shown = ""
     with Output(tmp_path, ["rank-0"], named=True):
@@ -114,7 +114,7 @@ def test_what_a_killed_process_printed_is_there(tmp_path, capfd):
     source = """
 import os, signal
 from kftrain.process import output
-output.redirect()
+output.redirect_output()
 print("before", 1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -129,7 +129,7 @@ def test_the_end_does_not_wait_for_what_outlives_the_process(tmp_path, capfd):
     source = """
 import subprocess
 from kftrain.process import output
-output.redirect()
+output.redirect_output()
 subprocess.Popen(["sleep", "600"])
 print("done")
 """
@@ -139,7 +139,7 @@ print("done")
 
 
 def test_a_line_without_an_end_is_shown_in_pieces(tmp_path, capfd):
-    source = "from kftrain.process import output; output.redirect(); print('x' * 100_000)"
+    source = "from kftrain.process import output; output.redirect_output(); print('x' * 100_000)"
     assert run(tmp_path, range(1), source) == {0: b"x" * 100_000 + b"\n"}
     shown = capfd.readouterr().out
     assert shown.count("x") == 100_000 and shown.count("[rank 0] ") == shown.count("\n") > 1
@@ -158,7 +158,7 @@ def test_a_full_disk_costs_the_file_and_not_the_training(tmp_path, capfd):
 
 def test_a_log_that_grows_for_ever_keeps_its_beginning_and_its_end(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(output, "MAX_LOG_BYTES", 4000)
-    monkeypatch.setattr(output.shortened, "__defaults__", (4000,))
+    monkeypatch.setattr(output.shorten_log, "__defaults__", (4000,))
     monkeypatch.setattr(output, "READ_BYTES", 512)
     (log,) = run(tmp_path, range(1)).values()
     assert len(log) <= 4000 and log.count(MIDDLE) == 1
@@ -166,10 +166,10 @@ def test_a_log_that_grows_for_ever_keeps_its_beginning_and_its_end(tmp_path, mon
 
 
 def test_what_is_short_enough_stays():
-    assert shortened(b"x" * 100, 100) == b"x" * 100
-    cut = shortened(b"a" * 50 + b"b" * 51, 100)
+    assert shorten_log(b"x" * 100, 100) == b"x" * 100
+    cut = shorten_log(b"a" * 50 + b"b" * 51, 100)
     assert cut == b"a" * 25 + MIDDLE + b"b" * 25
-    assert shortened(cut + b"c" * 100, 100).count(MIDDLE) == 1
+    assert shorten_log(cut + b"c" * 100, 100).count(MIDDLE) == 1
 
 
 def test_a_console_that_went_away_does_not_stop_the_processes(tmp_path):
@@ -219,7 +219,7 @@ with output.Output(Path({str(tmp_path)!r}), ["rank-0"], named=False):
 
 def test_without_a_supervisor_nothing_is_redirected(monkeypatch, capfd):
     monkeypatch.delenv(OUTPUT_ENV, raising=False)
-    output.redirect()
+    output.redirect_output()
     print("here")
     assert capfd.readouterr().out == "here\n"
 
@@ -228,7 +228,7 @@ def test_what_ranks_print_steers_no_terminal_and_is_kept_as_it_was(tmp_path, cap
     source = r"""
 import os
 from kftrain.process import output
-output.redirect()
+output.redirect_output()
 os.write(1, b"caf\xc3\xa9\x1b[2J\x1b]0;owned\x07 \x9b1A\r 50%\r100%\ttab\n\xff\n")
 """
     logs = run(tmp_path, range(1), source, named=False)

@@ -11,7 +11,7 @@ from kftrain.process import machine
 
 EARLY = """
 import gc, sys
-from kftrain.worker.rank import imports_for_good
+from kftrain.worker.rank import freeze_imports
 
 class Cycle:
     def __init__(self, name):
@@ -19,7 +19,7 @@ class Cycle:
     def __del__(self, say=sys.stdout.write):
         say(self.name)
 
-with imports_for_good():
+with freeze_imports():
     assert not gc.isenabled()
     Cycle("kept ")
 assert gc.isenabled()

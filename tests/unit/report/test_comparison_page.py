@@ -15,7 +15,7 @@ from kftrain.report.comparison import write_headline
 from kftrain.report.versions import ReportedVersion, VersionComparison, find_differences, to_plain
 from kftrain.run.attempts import Claim
 from kftrain.run.documents import Completion, Evaluation, Interval, Slice
-from kftrain.run.timeline import timeline
+from kftrain.run.timeline import compute_timeline
 
 HOSTILE = "</title></style><script>alert('x')</script><img src=x onerror=\"y\"> & ]]> {{ 7 * 7 }} http://evil/x"
 
@@ -46,7 +46,7 @@ def versions(completion: Completion, evaluation: Evaluation, history: list[dict]
         evaluation=evaluation,
         completion=completion,
         history=history,
-        timeline=timeline(claims(), completion, history),
+        timeline=compute_timeline(claims(), completion, history),
         settings={"run.seed": "0", "train.steps": "400", "model.dim": "128"},
         data={"source": "stdlib", "dataset_digest": "a" * 64},
         tokens_per_sample=256,

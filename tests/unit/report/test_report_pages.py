@@ -157,7 +157,7 @@ def test_hostile_text_in_any_field_is_shown_as_text(documents: Documents, error:
         Registration.model_validate(with_hostile_text(documents.registration.to_dict()) | {"goal": "minimize"}),
         hostile_manifest,
     )
-    attacked_error = ErrorDocument.received(with_hostile_text(error.to_dict()))
+    attacked_error = ErrorDocument.salvage(with_hostile_text(error.to_dict()))
     pages = all_pages(hostile, attacked_error)
     for name, html in pages.items():
         reader = check_harmless(html)

@@ -29,13 +29,13 @@ def test_every_class_has_advice_at_every_place(kind, place):
 
 @pytest.mark.parametrize("kind", FailureClass)
 def test_at_home_nobody_is_sent_to_the_kubeflow_ui(kind):
-    found = advice.advise(ErrorDocument.received({"failure": {"failure_class": kind.value}}), AT_HOME)
+    found = advice.advise(ErrorDocument.salvage({"failure": {"failure_class": kind.value}}), AT_HOME)
     assert "Kubeflow" not in found.text + found.command and "submit" not in found.command
 
 
 @pytest.mark.parametrize("kind", FailureClass)
 def test_in_kubeflow_nobody_is_sent_to_the_local_runner(kind):
-    found = advice.advise(ErrorDocument.received({"failure": {"failure_class": kind.value}}), IN_KUBEFLOW)
+    found = advice.advise(ErrorDocument.salvage({"failure": {"failure_class": kind.value}}), IN_KUBEFLOW)
     assert "kftrain run" not in found.text + found.command
 
 
@@ -67,21 +67,21 @@ def test_a_wrong_setting_is_corrected_in_the_same_run():
 
 @pytest.mark.parametrize("kind", FailureClass)
 def test_without_a_run_nothing_is_resumed(kind):
-    found = advice.advise(ErrorDocument.received({"failure": {"failure_class": kind.value}}), Situation(Place.LAPTOP))
+    found = advice.advise(ErrorDocument.salvage({"failure": {"failure_class": kind.value}}), Situation(Place.LAPTOP))
     assert "--resume" not in found.command and "checkpoints" not in found.command
 
 
 @pytest.mark.parametrize("kind", FailureClass)
 def test_what_the_error_says_itself_about_its_cause_is_not_said_again_in_general(kind):
-    error = errors.LaunchError("x", fix=advice.fix_of(kind)).of_class(kind)
+    error = errors.LaunchError("x", fix=advice.make_fix(kind)).of_class(kind)
     said = advice.advise(ErrorDocument.of(error), AT_HOME).text
-    assert said.lower().count(advice.fix_of(kind).lower()) == 1
+    assert said.lower().count(advice.make_fix(kind).lower()) == 1
     own = advice.advise(ErrorDocument.of(errors.LaunchError("x", fix="do this").of_class(kind)), AT_HOME).text
-    assert own.startswith("Do this.") and advice.remedy(kind) not in own
+    assert own.startswith("Do this.") and advice.find_remedy(kind) not in own
 
 
 def test_a_run_that_diverged_is_told_once_to_lower_its_learning_rate():
-    error = errors.DivergedError("nan", fix=advice.fix_of(FailureClass.DIVERGED))
+    error = errors.DivergedError("nan", fix=advice.make_fix(FailureClass.DIVERGED))
     assert advise(error).text.count("learning_rate") == 1
     beside_its_own_line = advice.advise(ErrorDocument.of(error), AT_HOME, with_fix=False)
     assert "learning_rate" not in beside_its_own_line.text and "learning_rate=RATE" in beside_its_own_line.command
@@ -89,7 +89,7 @@ def test_a_run_that_diverged_is_told_once_to_lower_its_learning_rate():
 
 @pytest.mark.parametrize("error", [{}, {"exit_code": None}, {"failure": []}, {"failure": {"failure_class": 3}}])
 def test_an_error_with_fields_that_are_missing_or_odd_has_advice(error):
-    assert advice.advise(ErrorDocument.received(error), AT_HOME).command
+    assert advice.advise(ErrorDocument.salvage(error), AT_HOME).command
 
 
 def test_in_kubeflow_the_command_that_goes_on_is_whole_where_all_of_it_is_known():
@@ -101,7 +101,7 @@ def test_in_kubeflow_the_command_that_goes_on_is_whole_where_all_of_it_is_known(
 
 def test_in_kubeflow_a_setting_without_a_parameter_of_its_own_is_changed_by_the_object():
     found = advice.advise(
-        ErrorDocument.received({"failure": {"failure_class": FailureClass.GPU_MEMORY.value}}), IN_KUBEFLOW
+        ErrorDocument.salvage({"failure": {"failure_class": FailureClass.GPU_MEMORY.value}}), IN_KUBEFLOW
     )
     assert 'config_json set to {"train": {"micro_batch_size": N}}' in found.text
     data = advise(errors.DataError("no such file"), IN_KUBEFLOW)

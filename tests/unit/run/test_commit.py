@@ -2,6 +2,7 @@ import hashlib
 import random
 
 import pytest
+from helpers.documents import entry_of
 
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, FencedError
@@ -30,7 +31,7 @@ def write(paths, step, attempt, *, marker=True, content=b"state"):
         dataset_digest="d",
         training_digest="t",
         training_identity=IDENTITY,
-        files={"__0_0.distcp": commit.entry_of(storage.join(uri, "__0_0.distcp"))},
+        files={"__0_0.distcp": entry_of(storage.join(uri, "__0_0.distcp"))},
     )
     if marker:
         commit.commit(paths, name, manifest)
@@ -40,7 +41,7 @@ def write(paths, step, attempt, *, marker=True, content=b"state"):
 def test_a_checkpoint_without_its_marker_does_not_exist(paths):
     write(paths, 10, 1)
     write(paths, 20, 1, marker=False)
-    assert [name.step for name in commit.committed(paths)] == [10]
+    assert [name.step for name in commit.list_committed(paths)] == [10]
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
         commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(CheckpointName(20, 1))))
 
@@ -70,19 +71,19 @@ def test_a_checkpoint_of_an_earlier_version_is_read_as_it_was_written(paths):
 def test_newest_first_by_step_then_attempt(paths):
     for step, attempt in [(10, 1), (20, 1), (20, 2), (9, 3)]:
         write(paths, step, attempt)
-    assert [(n.step, n.attempt) for n in commit.committed(paths)] == [(20, 2), (20, 1), (10, 1), (9, 3)]
-    assert commit.last_step(paths) == 20
+    assert [(n.step, n.attempt) for n in commit.list_committed(paths)] == [(20, 2), (20, 1), (10, 1), (9, 3)]
+    assert commit.find_last_step(paths) == 20
 
 
 def test_a_stale_attempt_cannot_commit(paths):
-    first = attempts.claim(paths, 0, 1)
-    second = attempts.claim(paths, 0, 1)
+    first = attempts.claim_run(paths, 0, 1)
+    second = attempts.claim_run(paths, 0, 1)
     assert (first, second) == (1, 2)
     with pytest.raises(FencedError):
         write(paths, 10, first)
-    assert commit.committed(paths) == []
+    assert commit.list_committed(paths) == []
     write(paths, 10, second)
-    assert commit.last_step(paths) == 10
+    assert commit.find_last_step(paths) == 10
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "empty"])
@@ -123,8 +124,8 @@ def test_a_step_of_any_size_is_found_and_ordered(paths):
     steps = [1, 99_999_999, 100_000_000, 123_456_789_012]
     for step in steps:
         write(paths, step, 1)
-    assert [name.step for name in commit.committed(paths)] == steps[::-1]
-    commit.retire(paths, keep_last=1, attempt=1)
+    assert [name.step for name in commit.list_committed(paths)] == steps[::-1]
+    commit.retire_checkpoints(paths, keep_last=1, attempt=1)
     assert storage.list_names(paths.checkpoints) == ["step-123456789012-a1"]
 
 
@@ -152,16 +153,16 @@ def test_what_others_put_among_the_checkpoints_is_left_alone(paths, kind):
             (folder / name).mkdir()
             if "committed" in kind:
                 (folder / name / commit.COMMITTED).write_text("mine")
-    assert [str(name) for name in commit.committed(paths)] == ["step-00000010-a1"]
+    assert [str(name) for name in commit.list_committed(paths)] == ["step-00000010-a1"]
     write(paths, 20, 2)
-    commit.retire(paths, keep_last=1, attempt=2)
+    commit.retire_checkpoints(paths, keep_last=1, attempt=2)
     assert set(storage.list_names(paths.checkpoints)) == {*FOREIGN, "step-00000020-a2"}
 
 
 def test_a_file_that_has_a_checkpoints_name_is_no_checkpoint(paths):
     write(paths, 10, 1)
     (storage.local_path(paths.checkpoints) / "step-00000020-a1").write_text("mine")
-    assert commit.last_step(paths) == 10
+    assert commit.find_last_step(paths) == 10
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
         commit.read_checkpoint_manifest(storage.join(paths.checkpoints, "step-00000020-a1"))
 
@@ -183,7 +184,7 @@ def test_retiring_keeps_the_newest_and_what_the_present_attempt_is_writing(paths
     write(paths, 25, 1, marker=False)
     write(paths, 40, 2)
     write(paths, 50, 2, marker=False)
-    commit.retire(paths, keep_last=2, attempt=2)
+    commit.retire_checkpoints(paths, keep_last=2, attempt=2)
     assert storage.list_names(paths.checkpoints) == ["step-00000030-a1", "step-00000040-a2", "step-00000050-a2"]
 
 
@@ -193,7 +194,7 @@ def test_what_is_kept_is_the_newest_the_best_and_every_so_many_steps(seed):
     steps, keep_last = drawn.sample(range(1, 40), drawn.randint(0, 20)), drawn.randint(1, 5)
     best_step, keep_every = drawn.choice([0, *steps]), drawn.choice([0, 1, 3, 7, 100])
     names = sorted((commit.CheckpointName(step, drawn.randint(1, 3)) for step in steps), reverse=True)
-    kept = {name.step for name in commit.kept_of(names, keep_last, best_step, keep_every)}
+    kept = {name.step for name in commit.choose_kept(names, keep_last, best_step, keep_every)}
     assert kept == {
         step
         for step in steps
@@ -206,16 +207,16 @@ def test_what_is_kept_is_the_newest_the_best_and_every_so_many_steps(seed):
 def test_what_is_kept_for_good_survives_all_commits_that_follow(paths):
     for step in range(10, 90, 10):
         write(paths, step, 1)
-        commit.retire(paths, keep_last=1, attempt=1, keep_every=30)
-    assert [name.step for name in commit.committed(paths)] == [80, 60, 30]
+        commit.retire_checkpoints(paths, keep_last=1, attempt=1, keep_every=30)
+    assert [name.step for name in commit.list_committed(paths)] == [80, 60, 30]
 
 
 def test_progress_shows_in_the_claims(paths):
-    assert attempts.last_start_step(paths) == -1
-    attempts.claim(paths, 0, 2)
-    assert attempts.last_start_step(paths) == 0
-    attempts.claim(paths, 40, 3)
-    assert (attempts.last_attempt(paths), attempts.last_start_step(paths)) == (2, 40)
+    assert attempts.read_last_start_step(paths) == -1
+    attempts.claim_run(paths, 0, 2)
+    assert attempts.read_last_start_step(paths) == 0
+    attempts.claim_run(paths, 40, 3)
+    assert (attempts.find_last_attempt(paths), attempts.read_last_start_step(paths)) == (2, 40)
 
 
 class Crash(Exception):  # noqa: N818
@@ -251,11 +252,11 @@ def test_at_every_crash_point_the_newest_checkpoint_is_whole_and_never_older_tha
             crash_after(patch, num_effects)
             try:
                 write(paths, 30, 1)
-                commit.retire(paths, keep_last=1, attempt=1)
+                commit.retire_checkpoints(paths, keep_last=1, attempt=1)
                 finished = True
             except Crash:
                 points += 1
-        newest = commit.committed(paths)[0]
+        newest = commit.list_committed(paths)[0]
         assert newest.step in (20, 30)
         manifest, _ = commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(newest)))
         commit.verify_files(storage.join(paths.checkpoints, str(newest)), manifest.files)

@@ -112,7 +112,7 @@ def seen(looks):
     """The silence after looks at whole seconds: contents in order, None where reading failed."""
     silence = Silence()
     for second, content in enumerate(looks):
-        silence = silence.after(content, float(second), float(second))
+        silence = silence.advance(content, float(second), float(second))
     return silence.seconds
 
 
@@ -137,9 +137,9 @@ def test_silence_is_the_time_in_which_the_content_was_read_and_did_not_change(lo
 
 def test_the_time_that_a_look_takes_is_no_silence():
     """A mount that hung for an hour shows what the launcher wrote before."""
-    before = Silence().after(b"1", 0.0, 0.0)
-    assert before.after(b"1", 10.0, 3610.0).seconds == 10.0
-    assert before.after(b"1", 10.0, 3610.0).after(b"1", 3620.0, 3620.0).seconds == 20.0
+    before = Silence().advance(b"1", 0.0, 0.0)
+    assert before.advance(b"1", 10.0, 3610.0).seconds == 10.0
+    assert before.advance(b"1", 10.0, 3610.0).advance(b"1", 3620.0, 3620.0).seconds == 20.0
 
 
 class Clock:

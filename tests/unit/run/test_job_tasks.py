@@ -14,7 +14,7 @@ from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, make_job
 from kftrain.run.config import keep_job_config
 from kftrain.run.error import ErrorDocument
 from kftrain.run.job_tasks import JOB_TASKS, JobTask
-from kftrain.run.logs import last_logs_uri, logs_uri, next_attempt
+from kftrain.run.logs import build_logs_uri, find_last_logs, next_attempt
 from kftrain.run.paths import RunPaths
 from kftrain.stages import dry_run
 from kftrain.worker import rank, root_cause
@@ -53,7 +53,7 @@ def run(tmp_path):
 def test_its_ranks_run_its_function_and_prove_that_it_is_done(task, run):
     paths, config = run
     assert not task.is_complete(paths, config)
-    assert rank.run(task.name, paths.uri, config.digest()) == 0
+    assert rank.run_rank(task.name, paths.uri, config.digest()) == 0
     assert task.is_complete(paths, config)
     assert read_speed(paths, config)["stops"] == task.commits
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -72,12 +72,12 @@ def test_its_logs_have_a_folder(task, run):
     attempt = next_attempt(paths, task.name)
     assert attempt == (1 if task.commits else None)
     folder = storage.join(paths.logs, "attempt-1" if task.commits else "bandwidth")
-    assert logs_uri(paths, task.name, attempt) == last_logs_uri(paths, task.name) == folder
+    assert build_logs_uri(paths, task.name, attempt) == find_last_logs(paths, task.name) == folder
 
 
 def test_a_node_that_was_stopped_says_so_in_its_words(task):
-    document = ErrorDocument.received({"exit_code": Preempted.exit_code, "line": "x", "rank": 0})
-    assert "nothing is measured" in root_cause.of_stopped_node(document, task.name).line
+    document = ErrorDocument.salvage({"exit_code": Preempted.exit_code, "line": "x", "rank": 0})
+    assert "nothing is measured" in root_cause.explain_stop(document, task.name).line
 
 
 def test_its_state_is_its_own_word(task):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kftrain import config
 from kftrain.errors import ConfigError
-from kftrain.run.selection import BestEvaluation, after_evaluation, in_order, in_words
+from kftrain.run.selection import BestEvaluation, count_evaluation, describe_choice, order_steps
 from kftrain.train.best import BestCheckpoint, choose_goal
 
 VALUES = st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf)), max_size=12)
@@ -19,7 +19,7 @@ VALUES = st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(math.nan), st
 def test_the_best_is_the_first_of_the_best_values_that_are_finite(values, goal):
     found = None
     for step, value in enumerate(values):
-        found = after_evaluation(found, "m", goal, step, value)
+        found = count_evaluation(found, "m", goal, step, value)
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         count = found.num_without_improvement if found else 0
@@ -33,12 +33,12 @@ def test_the_best_is_the_first_of_the_best_values_that_are_finite(values, goal):
 
 def test_the_words():
     best = BestEvaluation(metric="loss", goal="minimize", step=300, value=1.61, num_without_improvement=5)
-    assert in_words(best, 800, 1000) == (
+    assert describe_choice(best, 800, 1000) == (
         "best validation/loss 1.61 at step 300 of 1,000; stopped after 5 evaluations without improvement"
     )
-    assert in_words(best, 1000, 1000) == "best validation/loss 1.61 at step 300 of 1,000"
+    assert describe_choice(best, 1000, 1000) == "best validation/loss 1.61 at step 300 of 1,000"
     one = best.model_copy(update={"num_without_improvement": 1})
-    assert in_words(one, 400, 1000).endswith("stopped after 1 evaluation without improvement")
+    assert describe_choice(one, 400, 1000).endswith("stopped after 1 evaluation without improvement")
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,20 @@ def test_the_words():
 )
 def test_which_checkpoint_takes_the_place_of_a_damaged_one(goal, values, steps, expected):
     best = BestEvaluation(metric="m", goal=goal, step=20, value=values.get(20, 0.0))
-    assert in_order(best, values, steps) == expected
-    assert in_order(None, values, steps) == steps[:1], "without a best one there is one model only"
-    assert in_order(BestEvaluation(metric="m", goal=goal), values, steps) == steps[:1]
+    assert order_steps(best, values, steps) == expected
+    assert order_steps(None, values, steps) == steps[:1], "without a best one there is one model only"
+    assert order_steps(BestEvaluation(metric="m", goal=goal), values, steps) == steps[:1]
 
 
 def test_the_words_where_the_best_one_is_not_the_model():
     best = BestEvaluation(metric="loss", goal="minimize", step=300, value=1.61)
-    assert in_words(best, 1000, 1000, 300) == in_words(best, 1000, 1000)
-    assert in_words(best, 1000, 1000, 900) == (
+    assert describe_choice(best, 1000, 1000, 300) == describe_choice(best, 1000, 1000)
+    assert describe_choice(best, 1000, 1000, 900) == (
         "best validation/loss 1.61 at step 300 of 1,000, "
         "whose checkpoint is damaged or gone: that of step 900 is the model"
     )
     none = BestEvaluation(metric="loss", goal="minimize", num_without_improvement=3)
-    assert in_words(none, 300, 1000, 300) == (
+    assert describe_choice(none, 300, 1000, 300) == (
         "no finite validation/loss in 3 evaluations: the last checkpoint is the model; "
         "stopped after 3 evaluations without improvement"
     )

@@ -4,7 +4,7 @@ import pytest
 
 from kftrain.run.attempts import Claim
 from kftrain.run.documents import Completion
-from kftrain.run.timeline import timeline
+from kftrain.run.timeline import compute_timeline
 
 
 def claim(attempt, start_step, start_time, world_size=2):
@@ -38,7 +38,7 @@ def points(steps, speed):
 
 
 def test_one_attempt_is_parted_into_steps_what_is_around_them_and_the_rest():
-    found = timeline([claim(1, 0, 1000.0)], completed(), points(range(10, 101, 10), speed=10.0))
+    found = compute_timeline([claim(1, 0, 1000.0)], completed(), points(range(10, 101, 10), speed=10.0))
     assert found.step_seconds == pytest.approx(80)  # 800 samples at 10 per second
     assert found.around_seconds == pytest.approx(5)
     assert found.lost_seconds == pytest.approx(15)
@@ -47,7 +47,7 @@ def test_one_attempt_is_parted_into_steps_what_is_around_them_and_the_rest():
 
 def test_what_a_killed_attempt_did_beyond_its_commit_is_lost_and_so_is_the_pause_after_it():
     claims = [claim(2, 50, 1300.0, world_size=1), claim(1, 0, 1000.0)]
-    found = timeline(claims, completed(attempt=2), points(range(10, 101, 10), speed=10.0))
+    found = compute_timeline(claims, completed(attempt=2), points(range(10, 101, 10), speed=10.0))
     assert [(span.attempt, span.seconds, span.world_size) for span in found.attempts] == [(1, 300, 2), (2, 100, 1)]
     assert found.process_seconds == 300 * 2 + 100 * 1
     assert found.goodput == pytest.approx(80 / 400)
@@ -58,15 +58,18 @@ def test_a_thinned_curve_and_points_without_a_speed_give_the_same():
     dense = points(range(1, 101), speed=16.0)
     thin = [point for point in dense if point["step"] % 25 == 0]
     validations = [{"step": 30, "validation/accuracy": 0.5, "seconds": 20.0}]
-    sums = [timeline([claim(1, 0, 0.0)], completed(), each).step_seconds for each in (dense, thin, validations + thin)]
+    sums = [
+        compute_timeline([claim(1, 0, 0.0)], completed(), each).step_seconds
+        for each in (dense, thin, validations + thin)
+    ]
     assert sums == pytest.approx([50, 50, 50])
 
 
 def test_parts_never_exceed_the_whole_and_later_claims_do_not_count():
-    found = timeline([claim(1, 0, 0.0), claim(2, 100, 50.0)], completed(), points([100], speed=1.0))
+    found = compute_timeline([claim(1, 0, 0.0), claim(2, 100, 50.0)], completed(), points([100], speed=1.0))
     assert found.step_seconds == found.wall_seconds == 100 and found.lost_seconds == found.around_seconds == 0
 
 
 def test_without_the_claim_of_the_attempt_that_completed_there_is_none():
-    assert timeline([], completed(), []) is None
-    assert timeline([claim(1, 0, 0.0)], completed(attempt=2), []) is None
+    assert compute_timeline([], completed(), []) is None
+    assert compute_timeline([claim(1, 0, 0.0)], completed(attempt=2), []) is None

@@ -196,7 +196,7 @@ def test_a_predecessor_that_has_given_no_sign_for_long_is_dead(nights):
 
 @pytest.mark.parametrize(("is_over", "why"), [(True, None), (False, "overlap"), (None, None)])
 def test_the_workflow_of_the_predecessor_is_asked_first(nights, monkeypatch, is_over, why):
-    monkeypatch.setattr(launch, "pipeline_place", lambda: ("flow-1", "cluster/ns"))
+    monkeypatch.setattr(launch, "find_pipeline_place", lambda: ("flow-1", "cluster/ns"))
     nights.begin(0, "a")
     asked = []
     monkeypatch.setattr(launch, "is_pipeline_over", lambda *place: asked.append(place) or is_over)
@@ -299,9 +299,9 @@ class FakeCluster:
 
 def test_gc_counts_what_ended_without_a_word(nights, webhook, monkeypatch):
     for number, workflow in enumerate(["gone", "failed", "running"]):
-        monkeypatch.setattr(launch, "pipeline_place", lambda workflow=workflow: (workflow, "cluster/ns"))
+        monkeypatch.setattr(launch, "find_pipeline_place", lambda workflow=workflow: (workflow, "cluster/ns"))
         nights.begin(number, f"j{number}")
-    monkeypatch.setattr(launch, "pipeline_place", lambda: ("gone", "elsewhere/ns"))
+    monkeypatch.setattr(launch, "find_pipeline_place", lambda: ("gone", "elsewhere/ns"))
     nights.begin(3, "j3")
     root, cluster = nights.config.run.storage_root, FakeCluster(failed="Failed", running="Running")
     now = FIRST + 4 * DAY
@@ -317,7 +317,7 @@ def test_gc_counts_what_ended_without_a_word(nights, webhook, monkeypatch):
 
 @pytest.mark.parametrize("ending", ["failed", "deleted"])
 def test_a_run_of_an_earlier_window_alerts_nobody_and_pauses_nothing(nights, webhook, monkeypatch, ending):
-    monkeypatch.setattr(launch, "pipeline_place", lambda: ("gone", "cluster/ns"))
+    monkeypatch.setattr(launch, "find_pipeline_place", lambda: ("gone", "cluster/ns"))
     earlier = ["schedule.trigger=backfill", "schedule.instant='2026-10-01T02:00:00Z'"]
     own = ["schedule.name=nightly", "schedule.cron='0 0 2 * * *'", "schedule.pause_after_failures=1"]
     nights.begin(0, "a", *own, *earlier, "schedule.alert_over_http=true")

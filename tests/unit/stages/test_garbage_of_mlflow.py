@@ -10,7 +10,7 @@ from helpers.launching import job_client
 from kftrain import config, tracking
 from kftrain.cli.jobs import gc_command
 from kftrain.launch.kubernetes import client
-from kftrain.launch.kubernetes.workflow import PLACE_TAG, RUN_TAG, URL_TAG, WORKFLOW_TAG, cluster_place
+from kftrain.launch.kubernetes.workflow import PLACE_TAG, RUN_TAG, URL_TAG, WORKFLOW_TAG, name_cluster_place
 from kftrain.stages import garbage
 from kftrain.tracking import DatasetLineage
 
@@ -36,7 +36,7 @@ def start(server, uri):
     """Starts the MLflow run of a training that a Workflow works on; returns its id."""
 
     def call(name, workflow="flow", place=None):
-        place = cluster_place(job_client()) if place is None else place
+        place = name_cluster_place(job_client()) if place is None else place
         tags = {RUN_TAG: "0b1c-2d3e", URL_TAG: "", WORKFLOW_TAG: workflow, PLACE_TAG: place}
         return tracking.start_run(config.parse("", [f"tracking.uri={uri}"]), name, LINEAGE, tags)
 

@@ -161,7 +161,7 @@ def test_whatever_shows_that_a_run_has_trained_makes_it_one_training(tmp_path, t
     elif trace == "complete":
         storage.publish(paths.complete, "{}")
     else:
-        attempts.claim(paths, start_step=10, world_size=1)
+        attempts.claim_run(paths, start_step=10, world_size=1)
     with pytest.raises(OtherTrainingError):
         opened(tmp_path, "model.dim=64")
 

@@ -93,7 +93,7 @@ def begun(tmp_path, monkeypatch):
     paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, [*SMALL, "train.micro_batch_size=7"])
     with contextlib.suppress(Preempted):
         in_process.train(paths, resolved, monkeypatch, StopAfter(5))
-    (name,) = commit.committed(paths)
+    (name,) = commit.list_committed(paths)
     manifest, _ = commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(name)))
     assert 0 < manifest.step < 12 and manifest.batch_norm_samples == 7
     return paths, resolved
@@ -111,7 +111,7 @@ def test_a_run_of_micro_batches_does_not_go_on_with_several_processes(begun, siz
     done = jobs.run_worker(paths, changed, processes=2)
     assert done.returncode == 10, done.stdout + done.stderr
     assert "go on with one process and train.micro_batch_size=7" in done.stdout + done.stderr
-    assert 0 < commit.last_step(paths) < 12
+    assert 0 < commit.find_last_step(paths) < 12
 
 
 def test_it_goes_on_with_the_same_micro_batches_only(begun, monkeypatch):
@@ -120,7 +120,7 @@ def test_it_goes_on_with_the_same_micro_batches_only(begun, monkeypatch):
         with pytest.raises(ConfigError, match="take 7 samples at a time"):
             in_process.train(paths, with_micro_batch(resolved, size), monkeypatch)
     in_process.train(paths, with_micro_batch(resolved, 9), monkeypatch)  # 9 make three parts, too: 7, 7, 6
-    assert commit.last_step(paths) == 12
+    assert commit.find_last_step(paths) == 12
 
 
 def test_a_run_of_several_processes_goes_on_with_any_number_of_them_but_not_with_micro_batches(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_run_of_several_processes_goes_on_with_any_number_of_them_but_not_with
     with pytest.raises(ConfigError, match=r"train\.micro_batch_size=0"):
         in_process.train(paths, with_micro_batch(resolved, 10), monkeypatch)
     in_process.train(paths, resolved, monkeypatch)
-    assert commit.last_step(paths) == 12
+    assert commit.find_last_step(paths) == 12
 
 
 def test_norms_that_stay_in_evaluation_mode_share_nothing(tmp_path, monkeypatch):
@@ -140,4 +140,4 @@ def test_norms_that_stay_in_evaluation_mode_share_nothing(tmp_path, monkeypatch)
     with contextlib.suppress(Preempted):
         in_process.train(paths, resolved, monkeypatch, StopAfter(5))
     in_process.train(paths, with_micro_batch(resolved, 0), monkeypatch)
-    assert isinstance(overfitting.StillLine().norm, nn.BatchNorm1d) and commit.last_step(paths) == 12
+    assert isinstance(overfitting.StillLine().norm, nn.BatchNorm1d) and commit.find_last_step(paths) == 12

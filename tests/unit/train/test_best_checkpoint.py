@@ -60,7 +60,7 @@ def errors_at(paths):
 
 
 def steps_kept(paths):
-    return [name.step for name in commit.committed(paths)]
+    return [name.step for name in commit.list_committed(paths)]
 
 
 def test_a_training_that_overfits_exports_its_best_checkpoint_and_not_its_last(tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_a_training_that_overfits_exports_its_best_checkpoint_and_not_its_last(t
     assert validation_error(last_paths, last) == pytest.approx(errors[120], rel=1e-5)
     assert validation_error(best_paths, best) < 0.99 * validation_error(last_paths, last)
     assert steps_kept(best_paths) == [120, step] and best.metrics["validation/mse"] == errors[step]
-    assert best.chosen(120) == f"best validation/mse {errors[step]:.4g} at step {step} of 120"
+    assert best.explain_choice(120) == f"best validation/mse {errors[step]:.4g} at step {step} of 120"
 
 
 @pytest.fixture
@@ -89,11 +89,11 @@ def test_it_ends_after_so_many_evaluations_without_improvement_and_is_complete(t
     step = min(errors, key=errors.get)
     assert max(errors) == step + 30 == found.trained_steps < 120
     assert (found.step, found.selection.step, found.selection.num_without_improvement) == (step, step, 3)
-    assert found.chosen(120).endswith("of 120; stopped after 3 evaluations without improvement")
+    assert found.explain_choice(120).endswith("of 120; stopped after 3 evaluations without improvement")
     assert completion.find_completion(paths, resolved) == found
     before = storage.read_bytes(paths.complete)
     in_process.train(paths, resolved, monkeypatch)
-    assert storage.read_bytes(paths.complete) == before and attempts.last_attempt(paths) == 1
+    assert storage.read_bytes(paths.complete) == before and attempts.find_last_attempt(paths) == 1
     rates = {point["learning_rate"] for point in storage.read_json(paths.history) if "learning_rate" in point}
     assert rates == {0.03}
 
@@ -124,7 +124,7 @@ def test_killed_between_the_last_commit_and_the_end_it_takes_no_further_step(mon
     storage.remove(found.export_uri)
     in_process.train(paths, resolved, monkeypatch)
     again = documents.read(Completion, paths.complete)
-    assert attempts.claims(paths)[-1].start_step == found.trained_steps
+    assert attempts.read_claims(paths)[-1].start_step == found.trained_steps
     assert (again.step, again.trained_steps, again.export_digest) == (
         (found.step, found.trained_steps, found.export_digest)
     )
@@ -141,14 +141,16 @@ def test_going_on_with_more_patience_takes_further_steps(tmp_path, monkeypatch, 
 
 def test_the_best_checkpoint_is_never_deleted_while_others_come_and_go(tmp_path, monkeypatch):
     seen = []
-    retire = commit.retire
+    retire = commit.retire_checkpoints
 
     def watched(paths, *arguments):
         retire(paths, *arguments)
-        newest, _ = commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(commit.committed(paths)[0])))
+        newest, _ = commit.read_checkpoint_manifest(
+            storage.join(paths.checkpoints, str(commit.list_committed(paths)[0]))
+        )
         seen.append((newest.step, newest.selection and newest.selection.step, steps_kept(paths)))
 
-    monkeypatch.setattr(commit, "retire", watched)
+    monkeypatch.setattr(commit, "retire_checkpoints", watched)
     trained(tmp_path, monkeypatch, [*BEST, "checkpoint.asynchronous=false"])
     assert len(seen) > 5
     assert all(kept == sorted({newest, best}, reverse=True) for newest, best, kept in seen), seen
@@ -160,13 +162,13 @@ def test_a_restart_from_before_the_best_trains_and_finds_it_again(tmp_path, monk
     in_process.train(paths, resolved, monkeypatch)
     first = documents.read(Completion, paths.complete)
     storage.remove(paths.complete)
-    for name in commit.committed(paths):
+    for name in commit.list_committed(paths):
         if name.step >= first.step:
             (weights,) = Path(storage.local_path(storage.join(paths.checkpoints, str(name)))).glob("__0_0.distcp")
             weights.write_bytes(b"damaged")
     in_process.train(paths, resolved, monkeypatch)
     found = documents.read(Completion, paths.complete)
-    assert attempts.claims(paths)[-1].attempt == 2
+    assert attempts.read_claims(paths)[-1].attempt == 2
     assert (found.step, found.trained_steps, found.selection) == (first.step, first.trained_steps, first.selection)
     assert all(torch.equal(value, weights_of(first)[name]) for name, value in weights_of(found).items())
 
@@ -174,7 +176,7 @@ def test_a_restart_from_before_the_best_trains_and_finds_it_again(tmp_path, monk
 def test_a_best_checkpoint_that_is_gone_is_no_best_one(tmp_path, monkeypatch, capsys):
     paths, resolved, found = trained(tmp_path, monkeypatch, BEST)
     storage.remove(paths.complete)
-    storage.remove(storage.join(paths.checkpoints, next(str(n) for n in commit.committed(paths) if n.step < 120)))
+    storage.remove(storage.join(paths.checkpoints, next(str(n) for n in commit.list_committed(paths) if n.step < 120)))
     in_process.train(paths, resolved, monkeypatch)
     assert documents.read(Completion, paths.complete).step == 120
     assert f"the best checkpoint, of step {found.step}, is gone" in capsys.readouterr().out
@@ -226,7 +228,7 @@ def test_a_training_without_any_finite_value_ends_after_its_patience_and_is_comp
     assert steps_kept(paths) == [30] and completion.find_completion(paths, resolved) == found
     assert "the last checkpoint is the model; stopped after 3 evaluations" in capsys.readouterr().out
     in_process.train(paths, resolved, monkeypatch)
-    assert attempts.last_attempt(paths) == 2
+    assert attempts.find_last_attempt(paths) == 2
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_settings_that_cannot_work_are_refused_at_once(overrides, message):
 
 def damage(paths, step, how):
     (folder,) = [
-        Path(storage.local_path(paths.checkpoints)) / str(n) for n in commit.committed(paths) if n.step == step
+        Path(storage.local_path(paths.checkpoints)) / str(n) for n in commit.list_committed(paths) if n.step == step
     ]
     (weights,) = folder.glob("__0_0.distcp")
     if how == "flipped":
@@ -334,7 +336,7 @@ def test_where_none_is_whole_the_advice_is_to_resume_which_goes_on_from_an_earli
 
 def test_a_run_says_which_step_and_why(whole):
     paths, resolved, found = whole
-    line = found.chosen(120)
+    line = found.explain_choice(120)
     assert line in report.render_section(
         report.describe_training(resolved, found, storage.read_json(paths.history)),
         resolved.run.name,

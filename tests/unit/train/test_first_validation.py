@@ -18,7 +18,7 @@ def looping(monkeypatch, metric, recorded):
     loop.best = SimpleNamespace(is_wanted=False)
     loop._engine = SimpleNamespace(evaluate=lambda *arguments: {}, task=None)
     loop._validation, loop._world = None, SimpleNamespace(is_main=True)
-    loop._liveness = SimpleNamespace(goes_on=None, resting=contextlib.nullcontext)
+    loop._liveness = SimpleNamespace(note_progress=None, mark_resting=contextlib.nullcontext)
     loop._recorder = SimpleNamespace(record_validation=lambda step, metrics: recorded.append((step, metrics)))
     return loop
 

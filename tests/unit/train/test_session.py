@@ -33,9 +33,9 @@ def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
 
 def test_a_fenced_attempt_does_not_export(tmp_path, monkeypatch):
     paths = RunPaths(f"{tmp_path}/r")
-    finished = completing.Finished(attempts.claim(paths, 0, 1), 1, 100, [], None, 20, None)
-    attempts.claim(paths, 0, 1)
-    monkeypatch.setattr(completing.commit, "committed", lambda paths: ["step-00000010-a1"])
+    finished = completing.Finished(attempts.claim_run(paths, 0, 1), 1, 100, [], None, 20, None)
+    attempts.claim_run(paths, 0, 1)
+    monkeypatch.setattr(completing.commit, "list_committed", lambda paths: ["step-00000010-a1"])
     monkeypatch.setattr(completing.commit, "read_checkpoint_manifest", lambda uri: (None, "digest"))
     monkeypatch.setattr(completing.exporting, "export_checkpoint", lambda *arguments: pytest.fail("exported"))
     with pytest.raises(FencedError):
@@ -57,7 +57,7 @@ class Alone:
 def training(tmp_path, monkeypatch):
     """What an attempt is given, up to the choice of a checkpoint: three steps were committed once."""
     monkeypatch.setattr(session, "_verify_data", lambda *arguments: None)
-    monkeypatch.setattr(completing.commit, "last_step", lambda paths: 3)
+    monkeypatch.setattr(completing.commit, "find_last_step", lambda paths: 3)
     return SimpleNamespace(paths=RunPaths(f"{tmp_path}/r"), config=None, identity={}, manifest_uri="")
 
 
@@ -66,7 +66,7 @@ def test_the_run_is_claimed_before_a_checkpoint_is_chosen(training, monkeypatch,
     claimed = []
 
     def choose(paths, world, identity):
-        claimed.append((attempts.last_attempt(paths), attempts.last_start_step(paths)))
+        claimed.append((attempts.find_last_attempt(paths), attempts.read_last_start_step(paths)))
         raise CheckpointError("all are damaged")
 
     monkeypatch.setattr(load, "choose", choose)
@@ -82,7 +82,7 @@ def test_another_training_does_not_claim_the_run(training, monkeypatch, tmp_path
     monkeypatch.setattr(load, "refuse_another_training", refuse)
     with pytest.raises(CheckpointError, match="another training"):
         session.run_attempt(training, Alone(), None, tmp_path)
-    assert attempts.last_attempt(training.paths) == 0
+    assert attempts.find_last_attempt(training.paths) == 0
 
 
 def test_another_engine_joins_by_its_factory_and_the_session_names_none(monkeypatch):

@@ -142,10 +142,10 @@ class Quiet:
     def __init__(self):
         self.points = []
 
-    def watched(self):
+    def mark_watched(self):
         return contextlib.nullcontext()
 
-    resting = watched
+    mark_resting = mark_watched
 
     def record(self, step, values, num_steps, num_samples, data):
         self.points.append((step, values))

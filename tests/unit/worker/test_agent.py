@@ -51,7 +51,7 @@ def deaf():
 
 def failures(*actions):
     ranks = {forked(action): rank for rank, action in enumerate(actions)}
-    return [(failure.rank, failure.returncode) for failure in agent.wait(ranks)]
+    return [(failure.rank, failure.returncode) for failure in agent.wait_for_ranks(ranks)]
 
 
 def test_ranks_that_all_succeed_leave_no_failure():
@@ -69,7 +69,7 @@ def test_what_fails_at_the_same_moment_is_reported_in_its_order(monkeypatch):
     monkeypatch.setattr(agent, "SAME_MOMENT_SECONDS", 120.0)
     first = forked(killed)
     ranks = {forked(lambda: exits_after(first, 138)): 0, first: 1, forked(exits(0)): 2}
-    assert [(failure.rank, failure.returncode) for failure in agent.wait(ranks)] == [(1, -9), (0, 138)]
+    assert [(failure.rank, failure.returncode) for failure in agent.wait_for_ranks(ranks)] == [(1, -9), (0, 138)]
 
 
 def test_a_rank_that_does_not_end_is_killed(monkeypatch):
@@ -86,7 +86,7 @@ def test_fault_19_a_rank_that_crashes_is_named_with_its_signal_and_the_code_is_r
     monkeypatch.setenv("KFTRAIN_ERROR_FILE", str(tmp_path / "error.json"))
     crash = forked(lambda: (signal.signal(number, signal.SIG_DFL), os.kill(os.getpid(), number)))
     ranks = {forked(patient): 0, crash: 1}
-    assert agent._explained(agent.wait(ranks)) == 128 + number
+    assert agent._write_cause(agent.wait_for_ranks(ranks)) == 128 + number
     document = json.loads((tmp_path / "error.json").read_text())
     assert (document["rank"], document["exit_code"]) == (1, 128 + number)
     assert document["line"] == f"rank 1 ended by {number.name} without a word"
@@ -96,7 +96,7 @@ def test_fault_19_a_rank_that_crashes_is_named_with_its_signal_and_the_code_is_r
 def test_the_cause_is_written_for_the_supervisor(tmp_path, monkeypatch, code, seen):
     monkeypatch.setenv("KFTRAIN_ERROR_FILE", str(tmp_path / "error.json"))
     pid = forked(exits(code))
-    assert agent._explained(agent.wait({pid: 3})) == seen
+    assert agent._write_cause(agent.wait_for_ranks({pid: 3})) == seen
     assert (tmp_path / "error.json").exists() == bool(code)
     if code:
         assert "rank 3 ended by exit code 16" in (tmp_path / "error.json").read_text()

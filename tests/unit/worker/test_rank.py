@@ -19,8 +19,8 @@ from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
 from kftrain.worker.error_report import classify
 from kftrain.worker.node import NodeSpec
-from kftrain.worker.rank import report
-from kftrain.worker.root_cause import only_lost_a_peer
+from kftrain.worker.rank import report_error
+from kftrain.worker.root_cause import is_lost_peer
 
 
 def test_a_full_disk_does_not_change_the_exit_code(monkeypatch, tmp_path):
@@ -29,7 +29,7 @@ def test_a_full_disk_does_not_change_the_exit_code(monkeypatch, tmp_path):
 
     monkeypatch.setenv(ERROR_FILE_ENV, str(tmp_path / "error.json"))
     monkeypatch.setattr(storage, "create_json", full)
-    assert report(Preempted("stopped at step 3 of 20")) == 143
+    assert report_error(Preempted("stopped at step 3 of 20")) == 143
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -38,8 +38,8 @@ def test_fault_48_an_attempt_that_cannot_claim_its_run_for_a_full_disk_is_tried_
     paths = RunPaths.of(str(tmp_path), "r")
     monkeypatch.setattr(os, "link", lambda source, target: refused(code, source, target))
     with pytest.raises(OSError) as caught:
-        attempts.claim(paths, 0, 1)
-    assert report(caught.value) == 138
+        attempts.claim_run(paths, 0, 1)
+    assert report_error(caught.value) == 138
     assert classify(caught.value).line.startswith(f"{paths.attempts}/1.json: no space is left on the device")
 
 
@@ -55,7 +55,7 @@ def test_user_code_that_ends_its_process_is_named(capsys):
 
 def test_a_process_that_user_code_forks_dies_of_sigterm_and_this_one_only_notes_it():
     context = multiprocessing.get_context("fork")
-    with StopRequest().on_sigterm() as stop:
+    with StopRequest().note_sigterm() as stop:
         for seconds in (0.0, 0.5):
             child = context.Process(target=time.sleep, args=(600,), daemon=True)
             child.start()
@@ -87,7 +87,7 @@ def raised_in_user_code(cause):
 def test_a_lost_peer_is_retryable_also_inside_a_forward_pass(cause):
     assert isinstance(classify(cause), RetryableError)
     assert isinstance(classify(raised_in_user_code(cause)), RetryableError)
-    assert only_lost_a_peer(ErrorDocument.of(classify(cause)))
+    assert is_lost_peer(ErrorDocument.of(classify(cause)))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_users_own_words_are_not_taken_for_a_lost_peer(message):
 
 @pytest.mark.parametrize("message", ["Broken pipe", "Connection reset by peer", "DistStore is gone", "[c10d] no"])
 def test_a_broken_connection_of_ours_is_a_lost_peer(message):
-    assert only_lost_a_peer(ErrorDocument.of(classify(RuntimeError(message))))
+    assert is_lost_peer(ErrorDocument.of(classify(RuntimeError(message))))
     assert classify(RuntimeError("could not restore the state")) is None
 
 
@@ -132,7 +132,7 @@ class EndpointConnectionError(Exception):
 def test_storage_that_is_away_is_worth_another_attempt_and_a_users_own_error_of_that_kind_is_not(cause):
     error = classify(cause)
     assert isinstance(error, RetryableError) and type(cause).__name__ in error.line
-    assert not only_lost_a_peer(ErrorDocument.of(error))
+    assert not is_lost_peer(ErrorDocument.of(error))
     assert isinstance(classify(raised_in_user_code(cause)), UserCodeError)
     assert classify(PermissionError("no")) is None
 
@@ -144,8 +144,8 @@ def test_a_bug_of_ours_is_not_dressed_up():
 def test_the_first_error_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(ERROR_FILE_ENV, str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", "3")
-    assert report(ConfigError("first")) == 10
-    assert report(RetryableError("second")) == 138
+    assert report_error(ConfigError("first")) == 10
+    assert report_error(RetryableError("second")) == 138
     document = storage.read_json(str(tmp_path / "error.json"))
     assert (document["line"], document["rank"], document["exit_code"]) == ("first", 3, 10)
     assert capsys.readouterr().err.splitlines() == ["kftrain: error: first", "kftrain: error: second"]
@@ -154,7 +154,7 @@ def test_the_first_error_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
 def test_each_rank_is_told_its_place_in_torchruns_variables():
     node = NodeSpec("train", "uri", "digest", processes=4, nodes=3, node_rank=1, address="job-worker-0")
     assert NodeSpec.from_argument(node.to_argument()) == node
-    assert node.rank_environment(2, node.address, 23456) == {
+    assert node.build_rank_environment(2, node.address, 23456) == {
         "RANK": "6", "LOCAL_RANK": "2", "GROUP_RANK": "1", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "job-worker-0", "MASTER_PORT": "23456",
     }  # fmt: skip

@@ -8,13 +8,13 @@ from kftrain.worker.root_cause import (
     LOST_PEER,
     Failure,
     Stop,
-    cause,
+    describe_silent_end,
+    explain_silent_launcher,
+    explain_stop,
+    find_cause,
+    judge_node,
     may_be_complete,
-    of_node,
-    of_silent_launcher,
-    of_stopped_node,
     outranks,
-    silent_end,
 )
 
 LOST = ErrorDocument.of(LostPeerError(f"{LOST_PEER}: Connection closed by peer"))
@@ -24,13 +24,13 @@ UNWRITTEN = ErrorDocument.of(RetryableError("the checkpoint could not be written
 
 
 def test_a_process_without_a_word_is_named_by_rank_and_signal():
-    found = silent_end(-9, 3)
+    found = describe_silent_end(-9, 3)
     assert (found.kind, found.exit_code, found.rank) == ("", 137, 3)
     assert found.line == "rank 3 ended by SIGKILL without a word"
-    assert silent_end(7, 0).line == "rank 0 ended by exit code 7 without a word"
-    assert silent_end(140).line == "the agent ended by exit code 140 without a word"
-    assert silent_end(-33).line == "the agent ended by signal 33 without a word"
-    assert silent_end(-9).rank is None
+    assert describe_silent_end(7, 0).line == "rank 0 ended by exit code 7 without a word"
+    assert describe_silent_end(140).line == "the agent ended by exit code 140 without a word"
+    assert describe_silent_end(-33).line == "the agent ended by signal 33 without a word"
+    assert describe_silent_end(-9).rank is None
 
 
 @pytest.mark.parametrize(
@@ -51,44 +51,44 @@ def test_a_process_without_a_word_is_named_by_rank_and_signal():
     ],
 )
 def test_the_cause_is_who_was_killed_unless_somebody_said_more(failures, left, rank, line):
-    found, document = cause(failures, left)
+    found, document = find_cause(failures, left)
     assert found.rank == rank
     assert (document and document.line) == line
 
 
-@pytest.mark.parametrize("ended", [PREEMPTED, LOST, silent_end(-15)])
+@pytest.mark.parametrize("ended", [PREEMPTED, LOST, describe_silent_end(-15)])
 def test_a_node_that_was_stopped_for_its_silent_launcher_ends_for_good(ended):
-    document = of_silent_launcher(ended, 1800.0, killed=False)
+    document = explain_silent_launcher(ended, 1800.0, killed=False)
     assert (document.kind, document.exit_code) == ("LauncherGoneError", LauncherGoneError.exit_code)
     assert "silent for 1800 s; stopped after a commit" in document.line
 
 
-@pytest.mark.parametrize("ended", [WRONG, UNWRITTEN, ErrorDocument.of(HangError("hung")), silent_end(-9, 1)])
+@pytest.mark.parametrize("ended", [WRONG, UNWRITTEN, ErrorDocument.of(HangError("hung")), describe_silent_end(-9, 1)])
 def test_an_error_that_has_nothing_to_do_with_the_stop_wins(ended):
-    assert of_silent_launcher(ended, 1800.0, killed=False) == ended
-    assert of_stopped_node(ended, "train") == ended
+    assert explain_silent_launcher(ended, 1800.0, killed=False) == ended
+    assert explain_stop(ended, "train") == ended
 
 
 def test_a_node_that_had_to_be_killed_for_its_silent_launcher_ends_for_good_too():
-    document = of_silent_launcher(silent_end(-9), 1800.0, killed=True)
+    document = explain_silent_launcher(describe_silent_end(-9), 1800.0, killed=True)
     assert document.exit_code == 18 and "did not stop and were killed" in document.line
 
 
 def test_a_node_that_was_stopped_before_it_could_say_so_is_preempted():
-    assert of_stopped_node(PREEMPTED, "train") == PREEMPTED
-    assert of_stopped_node(silent_end(-15, 1), "train").kind == "Preempted"
-    assert "training is complete" in of_stopped_node(silent_end(-15, 1), "evaluate").line
-    assert of_stopped_node(LOST, "train") == LOST
+    assert explain_stop(PREEMPTED, "train") == PREEMPTED
+    assert explain_stop(describe_silent_end(-15, 1), "train").kind == "Preempted"
+    assert "training is complete" in explain_stop(describe_silent_end(-15, 1), "evaluate").line
+    assert explain_stop(LOST, "train") == LOST
 
 
 @pytest.mark.parametrize(
     ("document", "published", "wins"),
     [
         (WRONG, LOST, True),
-        (silent_end(-9, 1), LOST, True),
+        (describe_silent_end(-9, 1), LOST, True),
         (UNWRITTEN, LOST, True),
         (LOST, LOST, False),
-        (LOST, silent_end(-9, 1), False),
+        (LOST, describe_silent_end(-9, 1), False),
         (ErrorDocument.of(LauncherGoneError("gone")), PREEMPTED, True),
         (PREEMPTED, UNWRITTEN, False),
         (PREEMPTED, ErrorDocument.of(LauncherGoneError("gone")), False),
@@ -100,8 +100,8 @@ def test_the_first_failing_node_wins_unless_it_was_no_cause(document, published,
 
 
 def test_the_launchers_own_line_about_a_lost_peer_is_recognised_after_a_round_trip():
-    assert root_cause.only_lost_a_peer(ErrorDocument.received({**LOST.to_dict(), "rank": 3, "node": "n"}))
-    assert not root_cause.only_lost_a_peer(ErrorDocument(exit_code=137, line="x"))
+    assert root_cause.is_lost_peer(ErrorDocument.salvage({**LOST.to_dict(), "rank": 3, "node": "n"}))
+    assert not root_cause.is_lost_peer(ErrorDocument(exit_code=137, line="x"))
 
 
 def node(number):
@@ -113,9 +113,9 @@ def node(number):
     [
         (None, Stop(), True),
         (PREEMPTED, Stop(), True),
-        (silent_end(-15), Stop(asked=True), True),
-        (silent_end(-9), Stop(asked=True, silent_seconds=9.0, killed=True), True),
-        (silent_end(-9), Stop(asked=True), False),
+        (describe_silent_end(-15), Stop(asked=True), True),
+        (describe_silent_end(-9), Stop(asked=True, silent_seconds=9.0, killed=True), True),
+        (describe_silent_end(-9), Stop(asked=True), False),
         (WRONG, Stop(), False),
     ],
 )
@@ -124,13 +124,15 @@ def test_who_failed_by_itself_has_completed_nothing(error, stop, may):
 
 
 def test_only_the_first_node_has_to_prove_that_the_job_is_complete():
-    document = of_node(None, Stop(), node(0))
+    document = judge_node(None, Stop(), node(0))
     assert document.exit_code == 138 and "ended with 0, but the job is not complete" in document.line
-    assert of_node(None, Stop(), node(1)) is None
+    assert judge_node(None, Stop(), node(1)) is None
 
 
 def test_why_a_node_was_stopped_is_its_error_and_a_silent_launcher_goes_before_a_signal():
-    assert of_node(silent_end(-15), Stop(), node(0)) == silent_end(-15)
-    assert of_node(silent_end(-15), Stop(asked=True), node(0)).kind == "Preempted"
-    assert of_node(silent_end(-15), Stop(asked=True, silent_seconds=9.0), node(0)).kind == "LauncherGoneError"
-    assert of_node(WRONG, Stop(asked=True), node(1)) == WRONG
+    assert judge_node(describe_silent_end(-15), Stop(), node(0)) == describe_silent_end(-15)
+    assert judge_node(describe_silent_end(-15), Stop(asked=True), node(0)).kind == "Preempted"
+    assert (
+        judge_node(describe_silent_end(-15), Stop(asked=True, silent_seconds=9.0), node(0)).kind == "LauncherGoneError"
+    )
+    assert judge_node(WRONG, Stop(asked=True), node(1)) == WRONG

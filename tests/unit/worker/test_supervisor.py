@@ -16,7 +16,7 @@ from helpers.documents import completion_of, digits_config, publish_export
 from kftrain.core import storage
 from kftrain.errors import ConfigError, FencedError, Preempted, UserCodeError
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_NAME_ENV, NODE_RANK_ENV
-from kftrain.process.termination import said_in
+from kftrain.process.termination import parse_message
 from kftrain.run import attempts
 from kftrain.run.heartbeat import Heartbeat
 from kftrain.run.paths import RunPaths
@@ -43,7 +43,7 @@ import os, signal, sys, time
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process import output
 die_with_parent(os.getppid())
-output.redirect()
+output.redirect_output()
 signals = []
 signal.signal(signal.SIGTERM, lambda number, _: print("asked") or signals.append(number))
 print("started")
@@ -56,13 +56,13 @@ sys.exit(143)
 
 RANKS = f"""
 import os, subprocess, sys, time
-from kftrain.process.signals import shell_code
+from kftrain.process.signals import to_shell_code
 time.sleep(float(os.environ.get("START_SECONDS", "0")))
 start = lambda n: subprocess.Popen(
     [sys.executable, "-c", {RANK!r}, "kftrain.worker.rank"], env={{**os.environ, "LOCAL_RANK": str(n)}}
 )
 ranks = [start(0), start(1)]
-sys.exit(max(shell_code(rank.wait()) for rank in ranks))
+sys.exit(max(to_shell_code(rank.wait()) for rank in ranks))
 """
 """An agent with two such processes."""
 
@@ -168,7 +168,7 @@ def test_another_configuration_is_refused_before_the_agent_and_kubernetes_is_tol
     assert code == document["exit_code"] == 10
     assert "config.yaml is not the one this job was started for" in document["line"]
     assert (document["node"], document["node_rank"], document["pod"]) == ("gpu-7", 0, socket.gethostname())
-    assert said_in((tmp_path / "termination-log").read_text()).line == document["line"]
+    assert parse_message((tmp_path / "termination-log").read_text()).line == document["line"]
     assert f"node gpu-7: {document['line']}" in output
 
 
@@ -180,7 +180,7 @@ def test_an_error_that_a_process_left_is_published_with_its_rank_and_place(run, 
     assert code == 10
     assert (document["rank"], document["node"], document["pod"]) == (1, host, host)
     assert (document["failure_class"], document["attempt"], document["stage"]) == ("configuration", 1, "train")
-    assert document["line"] == error.line == said_in((tmp_path / "termination-log").read_text()).line
+    assert document["line"] == error.line == parse_message((tmp_path / "termination-log").read_text()).line
     assert f"node {host}, rank 1: {error.line}" in output
 
 
@@ -328,7 +328,7 @@ def test_a_silent_launcher_ends_the_job_for_good_and_a_beating_one_does_not(run,
     document = storage.read_json(paths.error)
     assert code == document["exit_code"] == 18
     assert document["kind"] == "LauncherGoneError"
-    assert said_in((tmp_path / "termination-log").read_text()).line == document["line"]
+    assert parse_message((tmp_path / "termination-log").read_text()).line == document["line"]
     assert "kftrain| the launcher has been silent for 4 s: stopping" in output
 
 
@@ -377,7 +377,7 @@ def test_another_error_wins_over_the_silent_launcher(run):
 
 def test_the_logs_of_a_node_are_published_under_its_attempt_whatever_it_ended_with(run):
     paths, _ = run
-    attempts.claim(paths, 0, 2)
+    attempts.claim_run(paths, 0, 2)
     agent = RANKS.replace("while not signals", "sys.exit(11)\\nwhile not signals")
     assert ended(start(run, agent))[0] == 11
     folder = storage.join(paths.logs, "attempt-2")

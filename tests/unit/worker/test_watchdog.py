@@ -10,9 +10,9 @@ from torch._C import _distributed_c10d
 
 from kftrain.errors import HangError
 from kftrain.process import liveness
-from kftrain.process.liveness import Beat, beat
+from kftrain.process.liveness import Beat, compute_beat
 from kftrain.worker import watchdog
-from kftrain.worker.watchdog import Watchdog, found
+from kftrain.worker.watchdog import Watchdog, find_hang
 
 NOW = 1000.0
 
@@ -24,7 +24,7 @@ def process(still=0.0, count=7, silent=0.0, **changes):
 
 
 def look(*beats):
-    return found(dict(enumerate(beats)), NOW, 20.0)
+    return find_hang(dict(enumerate(beats)), NOW, 20.0)
 
 
 def test_who_others_wait_for_is_named():
@@ -78,19 +78,19 @@ def test_a_process_that_stands_still_says_in_which_operation(tmp_path, monkeypat
         {"process_group": ["1", "background"], "profiling_name": "gloo:barrier"},
     ]
     dump = json.dumps({"entries": recorded}, separators=(",", ":")).encode()
-    monkeypatch.setattr(liveness, "_statuses", statuses.copy)
+    monkeypatch.setattr(liveness, "_read_statuses", statuses.copy)
     monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda collectives: dump)
     monkeypatch.setattr(liveness, "BEAT_SECONDS", 0.01)
     one = liveness.Liveness(lambda: statuses.update({"1": (3, 3)}), 0.4)
-    with one.watched():
-        assert liveness.read(tmp_path / "0").operation == ""
+    with one.mark_watched():
+        assert liveness.read_beat(tmp_path / "0").operation == ""
         deadline = time.monotonic() + 30
-        while not liveness.read(tmp_path / "0").operation and time.monotonic() < deadline:
+        while not liveness.read_beat(tmp_path / "0").operation and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert liveness.read(tmp_path / "0").operation == "all_gather"
+        assert liveness.read_beat(tmp_path / "0").operation == "all_gather"
         statuses["0"] = (6, 5)
         one._write()
-        assert liveness.read(tmp_path / "0").operation == "", "it goes on"
+        assert liveness.read_beat(tmp_path / "0").operation == "", "it goes on"
     one.close()
 
 
@@ -118,8 +118,8 @@ def test_what_is_no_hang(beats):
 
 
 def test_a_short_timeout_is_no_reason_to_call_a_busy_machine_silent():
-    assert found({0: process(silent=9)}, NOW, 0.5) is None
-    assert found({0: process(silent=10)}, NOW, 0.5).rank == 0
+    assert find_hang({0: process(silent=9)}, NOW, 0.5) is None
+    assert find_hang({0: process(silent=10)}, NOW, 0.5).rank == 0
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 3), st.booleans(), st.floats(0, 50)), max_size=6))
@@ -133,30 +133,30 @@ def test_who_is_named_is_still_silent_or_at_rest(states):
 
 
 def test_a_beat_counts_what_the_training_thread_has_begun():
-    first = beat(Beat(), {"0": (5, 5), "1": (3, 2), "2": (9, 8)}, {"2"}, True, 1.0)
+    first = compute_beat(Beat(), {"0": (5, 5), "1": (3, 2), "2": (9, 8)}, {"2"}, True, 1.0)
     assert (first.num_collectives, first.num_ended, first.counted, first.watched) == (8, 7, True, True)
-    second = beat(first, {"0": (5, 5), "1": (3, 2), "2": (10, 10)}, {"2"}, True, 1.0)
+    second = compute_beat(first, {"0": (5, 5), "1": (3, 2), "2": (10, 10)}, {"2"}, True, 1.0)
     assert second.progress_at == first.progress_at < second.alive_at
-    third = beat(second, {"0": (5, 5), "1": (3, 3)}, {"2"}, True, 1.0)
+    third = compute_beat(second, {"0": (5, 5), "1": (3, 3)}, {"2"}, True, 1.0)
     assert third.progress_at == third.alive_at, "one has ended"
-    fourth = beat(third, {"0": (6, 5), "1": (3, 3)}, {"2"}, True, 1.0)
+    fourth = compute_beat(third, {"0": (6, 5), "1": (3, 3)}, {"2"}, True, 1.0)
     assert fourth.progress_at == fourth.alive_at, "one has begun"
 
 
 def test_after_a_rest_the_time_begins_anew():
-    first = beat(Beat(), {"0": (5, 5)}, (), True, 1.0)
-    assert beat(first, {"0": (5, 5)}, (), True, 2.0).progress_at > first.progress_at
+    first = compute_beat(Beat(), {"0": (5, 5)}, (), True, 1.0)
+    assert compute_beat(first, {"0": (5, 5)}, (), True, 2.0).progress_at > first.progress_at
 
 
 def test_a_process_may_say_itself_that_it_goes_on():
-    first = beat(Beat(), {"0": (5, 5)}, (), True, 1.0)
-    assert beat(first, {"0": (5, 5)}, (), True, 1.0).progress_at == first.progress_at
-    assert beat(first, {"0": (5, 5)}, (), True, 1.5).progress_at > first.progress_at
+    first = compute_beat(Beat(), {"0": (5, 5)}, (), True, 1.0)
+    assert compute_beat(first, {"0": (5, 5)}, (), True, 1.0).progress_at == first.progress_at
+    assert compute_beat(first, {"0": (5, 5)}, (), True, 1.5).progress_at > first.progress_at
 
 
 def test_a_group_that_has_begun_nothing_and_a_torch_that_counts_nothing():
-    assert beat(Beat(), {"0": (-1, -1)}, (), True, 1.0).num_collectives == 0
-    assert not beat(Beat(), {}, (), True, 1.0).counted
+    assert compute_beat(Beat(), {"0": (-1, -1)}, (), True, 1.0).num_collectives == 0
+    assert not compute_beat(Beat(), {}, (), True, 1.0).counted
 
 
 @pytest.mark.parametrize(
@@ -165,42 +165,42 @@ def test_a_group_that_has_begun_nothing_and_a_torch_that_counts_nothing():
 def test_a_torch_that_counts_in_other_words_is_not_counted(monkeypatch, answer):
     monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda collectives: answer.encode())
     monkeypatch.delattr(_distributed_c10d, "_dump_nccl_trace_json", raising=False)
-    assert liveness._statuses() == {}
+    assert liveness._read_statuses() == {}
 
 
 def test_what_a_process_writes_is_what_its_supervisor_reads(tmp_path, monkeypatch):
     monkeypatch.setenv(liveness.LIVENESS_ENV, str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "1")
     statuses = {"0": (5, 4), "1": (0, 0)}
-    monkeypatch.setattr(liveness, "_statuses", statuses.copy)
+    monkeypatch.setattr(liveness, "_read_statuses", statuses.copy)
     monkeypatch.setattr(liveness, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(watchdog, "ALONE", 1.0)
     one = liveness.Liveness(lambda: statuses.update({"1": (3, 3)}), 60.0)
-    assert not liveness.read(tmp_path / "1").watched and liveness.read(tmp_path / "0") == Beat()
-    with one.watched():
-        begun = liveness.read(tmp_path / "1")
+    assert not liveness.read_beat(tmp_path / "1").watched and liveness.read_beat(tmp_path / "0") == Beat()
+    with one.mark_watched():
+        begun = liveness.read_beat(tmp_path / "1")
         assert begun.watched and (begun.num_collectives, begun.num_ended) == (5, 4), "without the background's"
         deadline = time.monotonic() + 30.0
-        while liveness.read(tmp_path / "1").alive_at <= begun.alive_at:
+        while liveness.read_beat(tmp_path / "1").alive_at <= begun.alive_at:
             assert time.monotonic() < deadline, "it never beat again"
             time.sleep(0.01)
         time.sleep(0.1)  # longer than the watchdog waits for progress
         assert Watchdog(tmp_path, range(2, 4), 0.05).look().rank == 3
-        with one.resting():
-            assert not liveness.read(tmp_path / "1").watched
+        with one.mark_resting():
+            assert not liveness.read_beat(tmp_path / "1").watched
             assert Watchdog(tmp_path, range(2, 4), 0.05).look() is None
-    assert not liveness.read(tmp_path / "1").watched
+    assert not liveness.read_beat(tmp_path / "1").watched
     one.close()
 
 
 def test_without_a_supervisor_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv(liveness.LIVENESS_ENV, raising=False)
-    with liveness.Liveness(lambda: None, 60.0).watched():
+    with liveness.Liveness(lambda: None, 60.0).mark_watched():
         assert list(tmp_path.iterdir()) == []
 
 
 def test_an_operation_that_is_noted_as_ended_late_does_not_make_its_group_the_background(monkeypatch):
     seen = iter([{"control": (3, 2), "background": (0, 0)}, {"control": (3, 3), "background": (1, 1)}])
-    monkeypatch.setattr(liveness, "_statuses", lambda: next(seen))
+    monkeypatch.setattr(liveness, "_read_statuses", lambda: next(seen))
     monkeypatch.delenv(liveness.LIVENESS_ENV, raising=False)
     assert liveness.Liveness(lambda: None, 8.0)._background == {"background"}

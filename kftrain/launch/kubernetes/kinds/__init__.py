@@ -8,13 +8,13 @@ from kftrain.launch.backends import BACKENDS, POD_BACKENDS
 from kftrain.launch.kubernetes.kinds.kind import Kind
 
 
-def kind_of(backend: str) -> Kind:
+def load_kind(backend: str) -> Kind:
     """Return the kind of job of a backend whose jobs are pods."""
     kind = importlib.import_module(BACKENDS[backend].module).KIND
     assert isinstance(kind, Kind)
     return kind
 
 
-def all_kinds() -> list[Kind]:
+def load_kinds() -> list[Kind]:
     """Return every kind of job, for a run that is known by its id alone, which does not tell the kind of its job."""
-    return [kind_of(name) for name in POD_BACKENDS]
+    return [load_kind(name) for name in POD_BACKENDS]

@@ -22,7 +22,7 @@ from kftrain.launch.kubernetes.labels import (
     QUEUE_LABEL,
     RUN_LABEL,
     TASK_LABEL,
-    label_value,
+    make_label_value,
 )
 from kftrain.launch.kubernetes.reachable import require_reachable
 from kftrain.launch.spec import WORKER, JobSpec
@@ -69,19 +69,19 @@ class Kind(ABC):
     """The kind's own words for Succeeded, Failed and Suspended, where they differ: its word -> ours."""
 
     @abstractmethod
-    def specification(self, spec: JobSpec, config: Config) -> Object:
-        """Build the `spec` of the job's document, with pods from `pod.template`. Pure."""
+    def build_specification(self, spec: JobSpec, config: Config) -> Object:
+        """Build the `spec` of the job's document, with pods from `pod.build_template`. Pure."""
 
     @abstractmethod
-    def address(self, spec: JobSpec) -> str:
+    def build_address(self, spec: JobSpec) -> str:
         """Return the host name of worker 0, where all workers meet."""
 
     @abstractmethod
-    def replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
+    def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
         """Return role -> number of pods, for a job that anybody may have written."""
 
     @abstractmethod
-    def pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         """Return the pod templates of a job, one per role."""
 
     @property
@@ -94,7 +94,7 @@ class Kind(ABC):
         """Path of the field from which a pod reads its own number."""
         return f"metadata.labels['{self.index_label}']"
 
-    def job_name(self, spec: JobSpec) -> str:
+    def make_job_name(self, spec: JobSpec) -> str:
         """Name a job by its run and its task alone, so that every attempt and every launcher finds the same name.
 
         A DNS-1035 label of at most 52 characters; a long run id is cut and made unique by a digest.
@@ -119,30 +119,30 @@ class Kind(ABC):
             owner: An owner reference: Kubernetes deletes the job with its owner.
         """
         require_reachable(config)
-        specification = self.specification(spec, config)
+        specification = self.build_specification(spec, config)
         metadata: Object = {
-            "name": self.job_name(spec),
-            "labels": _job_labels(spec, config, kfp_run_id),
+            "name": self.make_job_name(spec),
+            "labels": _build_job_labels(spec, config, kfp_run_id),
             "annotations": {DIGEST_ANNOTATION: storage.digest_json(specification)[:16]},
         }
         if owner is not None:
             metadata["ownerReferences"] = [owner]
         return {"apiVersion": self.api_version, "kind": self.name, "metadata": metadata, "spec": specification}
 
-    def pod_selector(self, job_name: str) -> str:
+    def make_pod_selector(self, job_name: str) -> str:
         """Build the label selector of a job's pods."""
         return f"{self.job_name_label}={job_name}"
 
-    def index_of(self, pod: Mapping[str, Any]) -> int | None:
+    def read_index(self, pod: Mapping[str, Any]) -> int | None:
         """Return a pod's number within its role; None for somebody else's pod that bears the label of the job."""
         text = (pod["metadata"].get("labels") or {}).get(self.index_label, "0")
         return int(text) if re.fullmatch("[0-9]{1,6}", text) else None
 
-    def role_of(self, pod: Mapping[str, Any]) -> str:
+    def read_role(self, pod: Mapping[str, Any]) -> str:
         """Return the role of a pod, in lower case; `worker` without a label."""
         return str((pod["metadata"].get("labels") or {}).get(self.role_label, WORKER)).lower()
 
-    def conditions(self, job: Mapping[str, Any]) -> frozenset[str]:
+    def read_conditions(self, job: Mapping[str, Any]) -> frozenset[str]:
         """Return the conditions of a job that are true, those that the launcher acts on in our words."""
         conditions = (job.get("status") or {}).get("conditions") or []
         return frozenset(self.condition_names.get(c["type"], c["type"]) for c in conditions if c["status"] == "True")
@@ -154,7 +154,7 @@ class Kind(ABC):
             value = (value or {}).get(key)
         return bool(value)
 
-    def suspension(self, is_suspended: bool) -> Object:
+    def build_suspension(self, is_suspended: bool) -> Object:
         """Build the patch that takes a job's pods away, or lets the job go on."""
         patch: Any = is_suspended
         for key in reversed(self.suspend_path):
@@ -162,24 +162,26 @@ class Kind(ABC):
         assert isinstance(patch, dict)
         return patch
 
-    def started_for(self, job: Mapping[str, Any]) -> str:
+    def read_config_digest(self, job: Mapping[str, Any]) -> str:
         """Return the digest of the configuration that a job was started for; empty if its workers were told none."""
-        containers = (container for template in self.pod_templates(job) for container in template["spec"]["containers"])
+        containers = (
+            container for template in self.list_pod_templates(job) for container in template["spec"]["containers"]
+        )
         pairs = (pair for container in containers for pair in itertools.pairwise(container.get("command") or []))
         return next((value for option, value in pairs if option == "--digest"), "")
 
 
-def run_labels(spec: JobSpec) -> dict[str, str]:
+def build_run_labels(spec: JobSpec) -> dict[str, str]:
     """Build the labels of a job and of its pods; pods get their own, because operators copy none."""
-    return {RUN_LABEL: label_value(RunPaths(spec.run_uri).run_id), TASK_LABEL: spec.task}
+    return {RUN_LABEL: make_label_value(RunPaths(spec.run_uri).run_id), TASK_LABEL: spec.task}
 
 
-def _job_labels(spec: JobSpec, config: Config, kfp_run_id: str) -> dict[str, str]:
+def _build_job_labels(spec: JobSpec, config: Config, kfp_run_id: str) -> dict[str, str]:
     """Build the labels of a job, with those of queue and pipeline run, which its specification does not hold."""
     settings = config.launch.kubernetes
     optional = {
-        KFP_RUN_LABEL: label_value(kfp_run_id),
+        KFP_RUN_LABEL: make_label_value(kfp_run_id),
         QUEUE_LABEL: settings.queue,
         PRIORITY_LABEL: settings.queue_priority,
     }
-    return {**run_labels(spec), **{label: value for label, value in optional.items() if value}}
+    return {**build_run_labels(spec), **{label: value for label, value in optional.items() if value}}

@@ -40,8 +40,8 @@ class PyTorchJob(Kind):
     role_label = "training.kubeflow.org/replica-type"
     suspend_path = ("spec", "runPolicy", "suspend")
 
-    def specification(self, spec: JobSpec, config: Config) -> Object:
-        """Build the `spec` with the training operator's own models: see `Kind.specification`."""
+    def build_specification(self, spec: JobSpec, config: Config) -> Object:
+        """Build the `spec` with the training operator's own models: see `Kind.build_specification`."""
         from kubeflow.training import models
         from kubernetes.client import ApiClient
 
@@ -59,7 +59,7 @@ class PyTorchJob(Kind):
                     REPLICA_TYPES[role.name]: models.KubeflowOrgV1ReplicaSpec(
                         replicas=role.replicas,
                         restart_policy="ExitCode",
-                        template=pod.template(self, spec, role, settings),
+                        template=pod.build_template(self, spec, role, settings),
                     )
                     for role in spec.roles
                 },
@@ -68,17 +68,17 @@ class PyTorchJob(Kind):
         assert isinstance(document, dict)
         return document
 
-    def address(self, spec: JobSpec) -> str:
+    def build_address(self, spec: JobSpec) -> str:
         """Return the host name of worker 0: the operator makes a service for each pod."""
-        return f"{self.job_name(spec)}-{WORKER}-0"
+        return f"{self.make_job_name(spec)}-{WORKER}-0"
 
-    def replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
-        """Return role -> number of pods, with the operator's defaults: see `Kind.replicas`."""
+    def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
+        """Return role -> number of pods, with the operator's defaults: see `Kind.count_replicas`."""
         specs = job["spec"].get("pytorchReplicaSpecs") or {WORKER: {}}
         return {name.lower(): replica.get("replicas", 1) for name, replica in specs.items()}
 
-    def pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-        """Return the pod templates of all replica types: see `Kind.pod_templates`."""
+    def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+        """Return the pod templates of all replica types: see `Kind.list_pod_templates`."""
         return [replica["template"] for replica in job["spec"]["pytorchReplicaSpecs"].values()]
 
 

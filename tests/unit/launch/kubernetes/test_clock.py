@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.launch.kubernetes.states import State
-from kftrain.launch.kubernetes.watcher import Clock, Limits
+from kftrain.launch.kubernetes.watcher import Clock
 
 QUEUED = (State.QUEUED,)
 STARTING = (State.ADMITTED, State.SCHEDULING, State.PULLING, State.RENDEZVOUS)
@@ -15,6 +16,14 @@ TRAINING = (State.WORKING, State.COMMITTING)
 OVER = (State.SUCCEEDED, State.FAILED, State.GONE)
 
 histories = st.lists(st.tuples(st.sampled_from(State), st.integers(0, 10_000)), max_size=30)
+
+
+def limits_of(queue_seconds, start_seconds, training_seconds):
+    return KubernetesConfig(
+        queue_timeout_seconds=queue_seconds,
+        start_timeout_seconds=start_seconds,
+        training_timeout_seconds=training_seconds,
+    )
 
 
 def played(history, start=100.0):
@@ -77,26 +86,26 @@ def test_no_second_is_lost_or_counted_twice(history):
     ],
 )
 def test_each_limit_is_named_once_it_is_exceeded(state, setting):
-    limits = Limits(10, 20, 30)
+    limits = limits_of(10, 20, 30)
     limit = float(setting.split()[-2])
-    assert played([(state, limit)]).exceeded(limits) == ""
-    assert played([(state, limit + 1)]).exceeded(limits) == setting
+    assert played([(state, limit)]).find_exceeded(limits) == ""
+    assert played([(state, limit + 1)]).find_exceeded(limits) == setting
 
 
 def test_to_verify_the_data_is_no_part_of_the_start_however_long_it_takes():
     clock = played([(State.RENDEZVOUS, 15), (State.WORKING, 10_000), (State.RENDEZVOUS, 15)])
-    assert not clock.exceeded(Limits(10, 20, 20_000))
-    assert clock.advance(State.RENDEZVOUS, clock.time + 6).exceeded(Limits(10, 20, 20_000))
+    assert not clock.find_exceeded(limits_of(10, 20, 20_000))
+    assert clock.advance(State.RENDEZVOUS, clock.time + 6).find_exceeded(limits_of(10, 20, 20_000))
 
 
 def test_a_start_that_storage_held_up_begins_anew():
     late = played([(State.WORKING, 7), (State.RENDEZVOUS, 25)])
-    assert late.exceeded(Limits(10, 20, 30)) and not late.started_anew().exceeded(Limits(10, 20, 30))
-    assert late.started_anew().training_seconds == 7
+    assert late.find_exceeded(limits_of(10, 20, 30)) and not late.reset_start().find_exceeded(limits_of(10, 20, 30))
+    assert late.reset_start().training_seconds == 7
 
 
 def test_the_end_of_a_start_is_no_late_start():
     """A look finds Training: what came before does not count any more, whatever time it took."""
     late = played([(State.RENDEZVOUS, 25)])
-    assert late.exceeded(Limits(10, 20, 30))
-    assert not late.advance(State.WORKING, late.time).exceeded(Limits(10, 20, 30))
+    assert late.find_exceeded(limits_of(10, 20, 30))
+    assert not late.advance(State.WORKING, late.time).find_exceeded(limits_of(10, 20, 30))

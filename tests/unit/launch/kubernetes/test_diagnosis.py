@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from kftrain import errors
 from kftrain.errors import DataError, FailureClass, HangError, KftrainError, RetryableError
 from kftrain.launch.kubernetes import diagnosis
-from kftrain.launch.kubernetes.diagnosis import JobFailedError, diagnose, of_launch
+from kftrain.launch.kubernetes.diagnosis import JobFailedError, diagnose, summarize_launch
 from kftrain.launch.kubernetes.observation import Pod
-from kftrain.run.advice import remedy
+from kftrain.run.advice import find_remedy
 from kftrain.run.error import ErrorDocument
 
 TAILS = {"worker-0": ["first worker"], "worker-1": ["second worker"]}
@@ -77,18 +77,18 @@ def test_only_the_last_lines_are_kept():
 
 
 def test_every_class_has_advice_and_every_error_a_class():
-    assert all(remedy(kind) for kind in FailureClass)
+    assert all(find_remedy(kind) for kind in FailureClass)
     assert all(kind.failure_class is not FailureClass.UNKNOWN for kind in ERRORS)
 
 
 def test_what_the_launcher_gives_up_keeps_what_was_found_out():
     last = diagnose("train", None, [ended(1, 137, end_reason="OOMKilled")], TAILS)
-    failed = JobFailedError("2 attempts", FailureClass.HOST_MEMORY, where="job x", found=last)
+    failed = JobFailedError("2 attempts", FailureClass.HOST_MEMORY, where="job x", last_summary=last)
     error = failed.error
-    summary = of_launch("train", failed.kind, error, failed.found)
+    summary = summarize_launch("train", failed.kind, error, failed.last_summary)
     assert (summary.pod, summary.last_lines) == ("w-1", ["second worker"])
     assert (summary.exit_code, summary.line) == (13, error.line)
-    assert of_launch("train", FailureClass.DELETED, error).pod == ""
+    assert summarize_launch("train", FailureClass.DELETED, error).pod == ""
 
 
 pods = st.builds(
@@ -110,7 +110,7 @@ kinds = st.sampled_from(ERRORS)
 def test_every_failure_has_a_summary_that_can_be_written(error, ended_pods):
     """Its code is never 0, and a permanent error is never called retryable."""
     summary = diagnose("train", error, ended_pods, {})
-    assert summary.line and remedy(summary.failure_class) and summary.exit_code > 0
-    assert type(summary).received(summary.to_dict()) == summary
+    assert summary.line and find_remedy(summary.failure_class) and summary.exit_code > 0
+    assert type(summary).salvage(summary.to_dict()) == summary
     if error is not None and error.exit_code < 128:
         assert summary.exit_code == error.exit_code

@@ -4,7 +4,7 @@ import pytest
 
 from kftrain.launch.kubernetes import observation
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
-from kftrain.launch.kubernetes.lease import any_pods
+from kftrain.launch.kubernetes.lease import has_pods_at_work
 
 CREATED = "2026-11-21T10:00:00Z"
 
@@ -30,7 +30,7 @@ class FakeCluster:
 def test_a_foreign_pods_label_is_no_traceback(label):
     own, foreign = pod("w-1", {KIND.index_label: "1"}), pod("debug", {KIND.index_label: label})
     assert [(found.name, found.index) for found in observation.parse_pods([own, foreign], 0.0, KIND)] == [("w-1", 1)]
-    assert any_pods(FakeCluster(own, foreign), "j") and not any_pods(FakeCluster(foreign), "j")
+    assert has_pods_at_work(FakeCluster(own, foreign), "j") and not has_pods_at_work(FakeCluster(foreign), "j")
 
 
 def test_a_pod_without_labels_is_read():

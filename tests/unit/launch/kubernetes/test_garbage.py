@@ -2,7 +2,7 @@
 
 import pytest
 
-from kftrain.launch.kubernetes.control import why_garbage
+from kftrain.launch.kubernetes.control import explain_garbage
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.labels import SEEN_ANNOTATION, SUSPENDED_ANNOTATION
 
@@ -28,38 +28,38 @@ def job(created=100.0, seen=None, owner=False, conditions=(), **annotations):
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed", "Error"])
 def test_a_job_of_a_pipeline_run_that_has_ended(phase):
-    assert why_garbage(KIND, job(seen=0, owner=True), phase, NOW) == f"its pipeline run has ended: {phase}"
-    assert why_garbage(KIND, job(seen=0, owner=True), "Running", NOW) == ""
+    assert explain_garbage(KIND, job(seen=0, owner=True), phase, NOW) == f"its pipeline run has ended: {phase}"
+    assert explain_garbage(KIND, job(seen=0, owner=True), "Running", NOW) == ""
 
 
 def test_a_job_that_has_ended_and_whose_launcher_does_not_look_any_more():
-    assert why_garbage(KIND, job(seen=2, conditions=["Failed"]), "", NOW) == "it has ended: Failed"
-    assert why_garbage(KIND, job(seen=0.5, conditions=["Failed"]), "", NOW) == ""
+    assert explain_garbage(KIND, job(seen=2, conditions=["Failed"]), "", NOW) == "it has ended: Failed"
+    assert explain_garbage(KIND, job(seen=0.5, conditions=["Failed"]), "", NOW) == ""
 
 
 def test_a_job_that_no_launcher_looks_at():
-    assert why_garbage(KIND, job(seen=3, owner=True), "", NOW) == "no launcher has looked at it for 3 h"
-    assert why_garbage(KIND, job(seen=1, owner=True), "", NOW) == ""
-    assert why_garbage(KIND, job(created=3, owner=True), "", NOW) != ""
+    assert explain_garbage(KIND, job(seen=3, owner=True), "", NOW) == "no launcher has looked at it for 3 h"
+    assert explain_garbage(KIND, job(seen=1, owner=True), "", NOW) == ""
+    assert explain_garbage(KIND, job(created=3, owner=True), "", NOW) != ""
 
 
 @pytest.mark.parametrize("phase", ["Pending", "Running"])
 def test_a_launcher_that_may_not_annotate_keeps_its_job_while_its_pipeline_runs(phase):
-    assert why_garbage(KIND, job(created=3, owner=True), phase, NOW) == ""
-    assert why_garbage(KIND, job(seen=24 * 8, owner=True), phase, NOW) == ""
-    assert why_garbage(KIND, job(created=2, owner=True, conditions=["Succeeded"]), phase, NOW) == ""
+    assert explain_garbage(KIND, job(created=3, owner=True), phase, NOW) == ""
+    assert explain_garbage(KIND, job(seen=24 * 8, owner=True), phase, NOW) == ""
+    assert explain_garbage(KIND, job(created=2, owner=True, conditions=["Succeeded"]), phase, NOW) == ""
 
 
 def test_a_laptop_may_sleep_over_a_weekend():
-    assert why_garbage(KIND, job(seen=72), "", NOW) == ""
-    assert why_garbage(KIND, job(seen=24 * 8), "", NOW) == "no launcher has looked at it for 192 h"
+    assert explain_garbage(KIND, job(seen=72), "", NOW) == ""
+    assert explain_garbage(KIND, job(seen=24 * 8), "", NOW) == "no launcher has looked at it for 192 h"
 
 
 def test_what_a_person_has_suspended_stays_and_what_goes_is_left_alone():
-    assert why_garbage(KIND, job(seen=24 * 30, **{SUSPENDED_ANNOTATION: "2026"}), "", NOW) == ""
+    assert explain_garbage(KIND, job(seen=24 * 30, **{SUSPENDED_ANNOTATION: "2026"}), "", NOW) == ""
     going = job(seen=24 * 30)
     going["metadata"]["deletionTimestamp"] = stamp(1)
-    assert why_garbage(KIND, going, "Failed", NOW) == ""
+    assert explain_garbage(KIND, going, "Failed", NOW) == ""
 
 
 @pytest.mark.parametrize("stamp_", ["yesterday", "", "2026-13-01T00:00:00Z", "\u0661", None, "99999999999999"])
@@ -68,11 +68,11 @@ def test_a_bad_annotation_counts_as_none(stamp_):
     for hours, expected in ((3, "no launcher has looked at it for 3 h"), (1, "")):
         found = job(created=hours, owner=True)
         found["metadata"]["annotations"][SEEN_ANNOTATION] = stamp_
-        assert why_garbage(KIND, found, "", NOW) == expected
+        assert explain_garbage(KIND, found, "", NOW) == expected
 
 
 @pytest.mark.parametrize("name", ["annotations", "labels", "ownerReferences"])
 def test_what_a_job_lacks_is_no_traceback(name):
     found = job(created=24 * 8)
     found["metadata"][name] = None
-    assert why_garbage(KIND, found, "", NOW) == "no launcher has looked at it for 192 h"
+    assert explain_garbage(KIND, found, "", NOW) == "no launcher has looked at it for 192 h"

@@ -10,9 +10,9 @@ from kftrain.launch.kubernetes.control import list_jobs
 from kftrain.launch.kubernetes.job_client import NotServedError
 from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
-from kftrain.launch.kubernetes.lease import any_pods
+from kftrain.launch.kubernetes.lease import has_pods_at_work
 from kftrain.launch.kubernetes.logs import Logs
-from kftrain.launch.kubernetes.observation import Event, Observation, newest, parse_job, parse_pods
+from kftrain.launch.kubernetes.observation import Event, Observation, keep_newest, parse_job, parse_pods
 from kftrain.launch.kubernetes.pod_exits import PodExits
 from kftrain.launch.kubernetes.states import State, assess
 from kftrain.launch.spec import JobSpec, Role
@@ -36,16 +36,16 @@ class Batch(Kind):
     creation_failures = frozenset(("NoRoom",))
     condition_names: ClassVar = {"Complete": "Succeeded", "Broken": "Failed", "Paused": "Suspended"}
 
-    def specification(self, spec, config):
+    def build_specification(self, spec, config):
         return {"groups": [{"name": role.name, "size": role.replicas} for role in spec.roles]}
 
-    def address(self, spec):
+    def build_address(self, spec):
         return "first"
 
-    def replicas(self, job):
+    def count_replicas(self, job):
         return {group["name"]: group["size"] for group in job["spec"].get("groups", [])}
 
-    def pod_templates(self, job):
+    def list_pod_templates(self, job):
         return []
 
 
@@ -110,11 +110,11 @@ def test_a_job_that_lacks_a_server_is_not_started_yet():
 
 @pytest.mark.parametrize(("kind", "path"), [(BATCH, ["spec", "suspend"]), (KIND, ["spec", "runPolicy", "suspend"])])
 def test_a_kind_is_suspended_where_it_says(kind, path):
-    patch = found = kind.suspension(True)
+    patch = found = kind.build_suspension(True)
     for key in path:
         assert list(found) == [key]
         found = found[key]
-    assert found is True and kind.is_suspended(patch) and not kind.is_suspended(kind.suspension(False))
+    assert found is True and kind.is_suspended(patch) and not kind.is_suspended(kind.build_suspension(False))
     assert not kind.is_suspended({"spec": {}}) and not kind.is_suspended({"spec": None})
 
 
@@ -124,8 +124,8 @@ def test_pods_of_two_roles_with_one_number_are_two():
     assert (worker.place, server.place) == ("worker-0", "server-0")
     exits = PodExits(10.0)
     for each in (worker, server):
-        exits.note(each, 0.0)
-    assert {each.uid for each in exits.last()} == {"worker0", "server0"}
+        exits.note_end(each, 0.0)
+    assert {each.uid for each in exits.list_last()} == {"worker0", "server0"}
 
 
 def test_a_pod_that_failed_and_stays_does_not_stand_for_its_successor():
@@ -134,9 +134,9 @@ def test_a_pod_that_failed_and_stays_does_not_stand_for_its_successor():
     now = pod("worker", 0, "b", **RUNNING)
     other = pod("worker", 1, **RUNNING)
     for items in ([failed, now, other], [other, now, failed]):
-        assert {each.uid for each in newest(parse_pods(items, 0.0, BATCH))} == {"b", "worker1"}
+        assert {each.uid for each in keep_newest(parse_pods(items, 0.0, BATCH))} == {"b", "worker1"}
     failed["metadata"]["creationTimestamp"] = "2026-11-21T10:00:09Z"
-    assert {each.uid for each in newest(parse_pods([failed, now], 0.0, BATCH))} == {"a"}
+    assert {each.uid for each in keep_newest(parse_pods([failed, now], 0.0, BATCH))} == {"a"}
 
 
 def test_lines_of_a_server_bear_its_name_and_are_no_steps_of_a_worker():
@@ -152,7 +152,7 @@ def test_lines_of_a_server_bear_its_name_and_are_no_steps_of_a_worker():
     logs = Logs(source, 2, found.append, limited=False)
     logs.follow(parse_pods(items.values(), 0.0, BATCH))
     logs.finish()
-    assert "server-0: hello" in found and logs.tails()["server-0"] == ["hello"]
+    assert "server-0: hello" in found and logs.copy_tails()["server-0"] == ["hello"]
 
 
 def test_why_no_pod_is_made_is_told_in_the_operators_own_words():
@@ -195,9 +195,9 @@ def test_a_kind_that_the_cluster_has_not_is_left_out_unless_there_is_no_other():
 def test_somebody_elses_pod_is_told_by_the_kind():
     foreign = pod("worker", "first", **RUNNING)
     cluster = SimpleNamespace(kind=BATCH, read_job=lambda name: None, list_pods=lambda name: [foreign])
-    assert not any_pods(cluster, "j")
+    assert not has_pods_at_work(cluster, "j")
     cluster.list_pods = lambda name: [foreign, PODS[0]]
-    assert any_pods(cluster, "j")
+    assert has_pods_at_work(cluster, "j")
 
 
 def test_a_job_says_how_large_it_is():

@@ -78,7 +78,7 @@ def test_a_start_that_takes_too_long_because_workers_cannot_reach_storage_may_be
 def test_what_a_given_up_job_is_raised_as(error, kind):
     pods = [Pod("w-0", "u", 0, exit_code=error.exit_code if error else 138)]
     found = diagnose("train", error and ErrorDocument.of(error), pods, {})
-    failed = JobFailedError("spent", found.failure_class, where="job x", found=found)
+    failed = JobFailedError("spent", found.failure_class, where="job x", last_summary=found)
     assert type(failed.error) is kind
     assert type(JobFailedError("never began", FailureClass.STORAGE, where="job x").error) is LaunchError
 
@@ -90,5 +90,5 @@ def test_a_job_that_the_operator_ended_for_lack_of_storage_is_tried_again_and_st
             namespace.end_pod(name, StorageError.exit_code)
         namespace.condition(JOB, "Failed")
     assert training.finish() == StorageError.exit_code
-    left = ErrorDocument.received(storage.read_json(training.paths.error)).to_error()
+    left = ErrorDocument.salvage(storage.read_json(training.paths.error)).to_error()
     assert isinstance(left, StorageError)

@@ -78,7 +78,7 @@ def test_a_training_whose_log_shows_no_steps_is_not_given_up(launch, namespace, 
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
     one.wait_for("Rendezvous")
-    attempts.claim(one.paths, 0, 4)
+    attempts.claim_run(one.paths, 0, 4)
     clock.sleep(61.0)
     one.wait_for("Training")
     clock.sleep(61.0)

@@ -24,7 +24,7 @@ from kftrain.launch.kubernetes.observation import Pod
 from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits, is_at_work
 from kftrain.run import attempts
 from kftrain.run.attempts import Claim
-from kftrain.run.commit import last_step
+from kftrain.run.commit import find_last_step
 from kftrain.run.paths import RunPaths
 
 
@@ -84,13 +84,13 @@ def test_fault_30_claims_tell_of_failures_that_nobody_saw(launch, server, namesp
     """Without a watch a pod that is replaced at once is never seen as failed; its successor's claim is."""
     server.fail("GET", "watch=true", 403, times=float("inf"))
     one = launch()
-    attempts.claim(one.paths, 0, 4)
+    attempts.claim_run(one.paths, 0, 4)
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
     one.settle(namespace)
     with pytest.raises(LaunchError, match="2 attempts in a row without a new checkpoint"):
         for _ in range(6):
-            attempts.claim(one.paths, 0, 4)
+            attempts.claim_run(one.paths, 0, 4)
             fail(namespace)
             one.settle(namespace)
         one.finish()
@@ -99,11 +99,11 @@ def test_fault_30_claims_tell_of_failures_that_nobody_saw(launch, server, namesp
 def test_claims_of_earlier_launches_do_not_count(launch, namespace, make_job):
     paths = RunPaths(make_job()[1].run_uri)
     for _ in range(5):
-        attempts.claim(paths, 0, 4)
+        attempts.claim_run(paths, 0, 4)
     one = launch()
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
-    attempts.claim(paths, 0, 4)
+    attempts.claim_run(paths, 0, 4)
     fail(namespace)
     one.settle(namespace)
     namespace.finish(JOB)
@@ -319,29 +319,29 @@ def test_a_command_that_is_not_in_the_image_is_named_as_such(training, namespace
 
 def test_an_ending_keeps_what_is_known_of_it():
     pod_exits = PodExits(10.0)
-    assert not pod_exits.note(Pod("p", "u", 0, running=True), 0.0)
-    assert pod_exits.note(Pod("p", "u", 0, running=True, terminating=True), 1.0)
-    assert not pod_exits.note(Pod("p", "u", 0, running=True, terminating=True), 1.0)
-    assert pod_exits.note(Pod("p", "u", 0, exit_code=137, terminating=True), 1.0)
-    assert not pod_exits.note(Pod("p", "u", 0, exit_code=137), 2.0)
-    (pod,) = pod_exits.bad()
+    assert not pod_exits.note_end(Pod("p", "u", 0, running=True), 0.0)
+    assert pod_exits.note_end(Pod("p", "u", 0, running=True, terminating=True), 1.0)
+    assert not pod_exits.note_end(Pod("p", "u", 0, running=True, terminating=True), 1.0)
+    assert pod_exits.note_end(Pod("p", "u", 0, exit_code=137, terminating=True), 1.0)
+    assert not pod_exits.note_end(Pod("p", "u", 0, exit_code=137), 2.0)
+    (pod,) = pod_exits.list_failed()
     assert (pod.exit_code, pod.disruption) == (137, "deleted")
-    pod_exits.note(Pod("q", "v", 1, exit_code=0), 3.0)
-    pod_exits.note(Pod("q", "w", 1, exit_code=1), 4.0)
-    pod_exits.note(Pod("q", "x", 1, exit_code=2), 11.0)
-    assert [pod.uid for pod in pod_exits.bad()] == ["u", "w", "x"]
-    assert [pod.uid for pod in pod_exits.last()] == ["u", "x"]
-    pod_exits.note(Pod("q", "y", 1, exit_code=3), 12.0)
-    assert [pod.uid for pod in pod_exits.bad()] == ["w", "x", "y"], "the first one lies too far back"
+    pod_exits.note_end(Pod("q", "v", 1, exit_code=0), 3.0)
+    pod_exits.note_end(Pod("q", "w", 1, exit_code=1), 4.0)
+    pod_exits.note_end(Pod("q", "x", 1, exit_code=2), 11.0)
+    assert [pod.uid for pod in pod_exits.list_failed()] == ["u", "w", "x"]
+    assert [pod.uid for pod in pod_exits.list_last()] == ["u", "x"]
+    pod_exits.note_end(Pod("q", "y", 1, exit_code=3), 12.0)
+    assert [pod.uid for pod in pod_exits.list_failed()] == ["w", "x", "y"], "the first one lies too far back"
 
 
 def test_the_newest_committed_step_is_found(tmp_path, make_job):
     paths = RunPaths(str(tmp_path / "runs" / "x"))
-    assert last_step(paths) == 0
+    assert find_last_step(paths) == 0
     commit(paths, 5)
     commit(paths, 10, attempt=3)
     storage.publish(storage.join(paths.checkpoints, "step-00000015-a3", "manifest.json"), "{}")
-    assert last_step(paths) == 10
+    assert find_last_step(paths) == 10
 
 
 def test_storage_that_is_down_loses_no_failure(tmp_path, monkeypatch):
@@ -351,9 +351,9 @@ def test_storage_that_is_down_loses_no_failure(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(storage, "list_names", lambda uri: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            budget.spent(ended, [])
-    assert budget.spent(ended, []) == 1
-    assert budget.spent(ended, []) == 0, "nothing new"
+            budget.count_spent(ended, [])
+    assert budget.count_spent(ended, []) == 1
+    assert budget.count_spent(ended, []) == 0, "nothing new"
 
 
 MET_OUTAGE = "kftrain exit code 138 (StorageAwayError): " + (
@@ -375,8 +375,8 @@ def test_workers_that_could_not_reach_storage_do_not_count_nor_do_their_peers(tm
             ended(f"a{start}", 0, 138, MET_OUTAGE),
             ended(f"b{start}", 1, 138, "lost contact with another process"),
         ]
-        assert budget.spent(seen, []) == 0
-    assert budget.spent([ended("c", 1, 139)], []) == 1
+        assert budget.count_spent(seen, []) == 0
+    assert budget.count_spent([ended("c", 1, 139)], []) == 1
 
 
 def test_workers_that_ended_while_storage_was_away_here_too_do_not_count(tmp_path, monkeypatch):
@@ -389,9 +389,9 @@ def test_workers_that_ended_while_storage_was_away_here_too_do_not_count(tmp_pat
         for start in range(5):
             seen.append(ended(f"a{start}", 0, 138))
             with pytest.raises(ZeroDivisionError):
-                budget.spent(seen, [])
-    assert budget.spent(seen, []) == 0
-    assert budget.spent([*seen, ended("later", 0, 138)], []) == 1
+                budget.count_spent(seen, [])
+    assert budget.count_spent(seen, []) == 0
+    assert budget.count_spent([*seen, ended("later", 0, 138)], []) == 1
 
 
 def test_attempts_that_claimed_and_were_ended_by_an_outage_do_not_count(tmp_path):
@@ -399,9 +399,9 @@ def test_attempts_that_claimed_and_were_ended_by_an_outage_do_not_count(tmp_path
     budget, seen = PodBudget(1, paths), []
     budget.begin([], 0.0)
     for start in range(5):
-        attempts.claim(paths, 0, 2)
+        attempts.claim_run(paths, 0, 2)
         seen.append(ended(f"a{start}", 0, 138, MET_OUTAGE))
-        assert budget.spent(seen, []) == 0
+        assert budget.count_spent(seen, []) == 0
 
 
 def test_when_storage_answers_does_not_matter(tmp_path):
@@ -414,13 +414,13 @@ def test_when_storage_answers_does_not_matter(tmp_path):
     late = PodBudget(0, paths)
     late.begin(pods, now)
     assert late.has_claim(), "the third one is at work"
-    assert late.spent([Pod("p", "u", 0, exit_code=139)], pods) == 1, "not three"
+    assert late.count_spent([Pod("p", "u", 0, exit_code=139)], pods) == 1, "not three"
     commit(paths, 10)
     later = PodBudget(0, paths)
     later.begin(pods, now)
     later.begin([], now)
     assert later.has_claim(), "it has begun before"
-    assert later.spent([Pod("p", "u", 0, exit_code=139)], pods) == 0, "it has made progress"
+    assert later.count_spent([Pod("p", "u", 0, exit_code=139)], pods) == 0, "it has made progress"
     after = PodBudget(0, paths)
     after.begin([Pod("p", "v", 0, age_seconds=0.0)], now + pod_exits.CLOCKS_SECONDS)
     assert not after.has_claim(), "all three are over"

@@ -122,7 +122,7 @@ def test_a_start_that_takes_long_because_the_data_is_verified_is_not_given_up(la
     one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
-    attempts.claim(one.paths, 0, 2)
+    attempts.claim_run(one.paths, 0, 2)
     one.wait_for("Rendezvous")
     clock.sleep(61.0)
     one.wait_for("Training")
@@ -372,7 +372,7 @@ def test_a_start_that_was_just_in_time_is_not_given_up(launch, server, namespace
         namespace.run_pods(JOB)
         namespace.step(JOB, 1, 20)
         clock.sleep(61.0)
-        attempts.claim(one.paths, 0, 4)
+        attempts.claim_run(one.paths, 0, 4)
     one.wait_for("Training")
     namespace.finish(JOB)
     assert one.finish() == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import client, logs
 from kftrain.launch.kubernetes import job_client as job_client_module
-from kftrain.launch.kubernetes.logs import Logs, moment
+from kftrain.launch.kubernetes.logs import Logs, parse_moment
 from kftrain.launch.kubernetes.observation import Pod
 
 POD = Pod("p", "u", 0, running=True)
@@ -105,9 +105,9 @@ def test_what_the_kubelet_says_itself_is_no_line_of_the_log():
 
 def test_times_are_compared_as_times():
     stamps = ["2026-01-01T00:00:00.9Z", "2026-01-01T00:00:00.95Z", "2026-01-01T00:00:01Z", "2026-01-01T02:00:02+02:00"]
-    assert sorted(stamps, key=moment) == stamps
-    assert moment("2026-01-01T02:00:00.5+02:00") == moment("2026-01-01T00:00:00.500000000Z")
-    assert moment("unable") is None and moment("") is None
+    assert sorted(stamps, key=parse_moment) == stamps
+    assert parse_moment("2026-01-01T02:00:00.5+02:00") == parse_moment("2026-01-01T00:00:00.500000000Z")
+    assert parse_moment("unable") is None and parse_moment("") is None
 
 
 def test_a_flood_is_counted_instead_of_shown_but_steps_are_shown(monkeypatch):
@@ -276,7 +276,7 @@ def test_a_console_that_nobody_reads_holds_up_neither_the_launcher_nor_what_it_l
     one.follow([POD])
     wait_until(lambda: one.step == 7)
     one.follow([Pod("p", "u2", 1, running=True)])
-    assert one.tails()["worker-0"][-1] == "kftrain| step 7/20 loss 1" and not found
+    assert one.copy_tails()["worker-0"][-1] == "kftrain| step 7/20 loss 1" and not found
     one.finish()
     is_read.set()
     one._console.flush(PATIENCE_SECONDS)
@@ -297,7 +297,7 @@ def test_the_next_second_tells_how_much_was_left_out(monkeypatch):
     told = []
     for at in now:
         if not gauge.is_same_second(at):
-            told.append(gauge.left_out())
+            told.append(gauge.take_left_out())
         gauge.admits()
     assert told == [0, 2]
 
@@ -415,7 +415,7 @@ class Endless:
 
 def test_an_endless_line_is_not_kept_in_memory():
     tracemalloc.start()
-    (line,) = client._lines(Endless(), job_client_module.MAX_LINE_BYTES)
+    (line,) = client._split_lines(Endless(), job_client_module.MAX_LINE_BYTES)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(line) == job_client_module.MAX_LINE_BYTES + 1

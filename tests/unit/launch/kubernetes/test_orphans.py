@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from kftrain.errors import FencedError, LaunchError
 from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes import client, launcher, lease, logs, retry, watcher
-from kftrain.launch.kubernetes.lease import mark_of
+from kftrain.launch.kubernetes.lease import read_mark
 from kftrain.launch.kubernetes.watcher import Watcher
 from kftrain.run.paths import RunPaths
 
@@ -186,7 +186,7 @@ class World:
         self.processes.pop()
         if code == 0:
             assert process.followed[-1].uid in self.succeeded, "it has seen no success of its job"
-        left = {mark_of(job) for job in self.namespace.objects["pytorchjobs"].values()}
+        left = {read_mark(job) for job in self.namespace.objects["pytorchjobs"].values()}
         assert process.dead or not left & {lease.mark for lease in process.followed}, "it has left its job behind"
         return code
 

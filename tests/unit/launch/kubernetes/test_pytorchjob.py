@@ -174,16 +174,16 @@ def test_every_run_id_gives_a_name_that_the_operator_can_use(run_id, task):
     resolved = config.parse(TEXT)
     paths = RunPaths.of(resolved.run.storage_root, run_id)
     job = spec.make_job(JOB_TASKS[task], paths, resolved)
-    name = KIND.job_name(job)
+    name = KIND.make_job_name(job)
     assert len(f"{name}-worker-999") <= 63
     assert name[0].isalpha() and name.endswith(task) and "--" not in name.replace(run_id, "")
-    assert KIND.job_name(job) == name
+    assert KIND.make_job_name(job) == name
 
 
 def test_long_run_ids_stay_apart():
     resolved = config.parse(TEXT)
     runs = [RunPaths.of("s3://b", "a" * 60 + tail) for tail in ("b", "c")]
-    names = {KIND.job_name(spec.make_job(TRAINING, paths, resolved)) for paths in runs}
+    names = {KIND.make_job_name(spec.make_job(TRAINING, paths, resolved)) for paths in runs}
     assert len(names) == 2
 
 
@@ -206,8 +206,8 @@ def test_a_mounted_volume_may_hold_the_runs():
 
 
 def test_processes_follow_the_gpus_of_a_node():
-    assert spec.processes_per_node(config.parse(TEXT)) == 4
-    assert spec.processes_per_node(config.parse(TEXT, ["launch.kubernetes.gpus_per_node=0"])) == 2
+    assert spec.count_processes_per_node(config.parse(TEXT)) == 4
+    assert spec.count_processes_per_node(config.parse(TEXT, ["launch.kubernetes.gpus_per_node=0"])) == 2
 
 
 def test_the_digest_is_that_of_the_specification_alone():
@@ -266,11 +266,11 @@ def test_secrets_that_do_not_exist_are_left_out():
 
 
 def test_a_job_tells_for_which_configuration_it_was_started():
-    assert KIND.started_for(build()) == config.parse(TEXT).digest()
+    assert KIND.read_config_digest(build()) == config.parse(TEXT).digest()
     job = build()
     (container,) = pod_of(job)["spec"]["containers"]
     del container["command"]
-    assert KIND.started_for(job) == ""
+    assert KIND.read_config_digest(job) == ""
 
 
 @pytest.mark.parametrize("name", ["server", "master"])

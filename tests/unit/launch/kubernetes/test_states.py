@@ -122,7 +122,7 @@ def test_a_job_that_trains_has_all_its_workers(seen):
 @settings(derandomize=True, max_examples=1000, deadline=None)
 @given(observations)
 def test_a_pod_is_taken_away_only_from_a_node_that_is_known_to_be_dead(seen):
-    for pod in states.stuck_pods(seen):
+    for pod in states.list_stuck_pods(seen):
         assert pod.node in seen.lost_nodes and pod.overdue_seconds > 60
 
 
@@ -238,7 +238,7 @@ def test_a_request_that_may_fit_later_waits(message):
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 CREATED = "2026-11-21T10:00:00Z"
-NOW = observation.seconds(CREATED)
+NOW = observation.parse_seconds(CREATED)
 
 
 def pod_json(status=None, **metadata):

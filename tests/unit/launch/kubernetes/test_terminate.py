@@ -51,12 +51,12 @@ def test_a_workflow_that_may_not_be_read_ends_nothing(own_workflow, launch, serv
 
 def test_mlflow_is_told_which_pipeline_run_it_is_and_where_people_see_it(own_workflow):
     config = parse("tracking: {kubeflow_url: 'https://kubeflow.example/pipeline/'}")
-    tags = workflow_module.pipeline_tags(config)
+    tags = workflow_module.build_pipeline_tags(config)
     assert tags["kftrain.kubeflow_run_id"] == "0b1c-2d3e" and tags["kftrain.kubeflow_workflow"] == "flow"
     assert tags["kftrain.kubeflow_url"] == "https://kubeflow.example/pipeline/#/runs/details/0b1c-2d3e"
     assert tags["kftrain.kubeflow_place"].endswith(f"/{NAME}")
-    assert workflow_module.pipeline_tags(parse(""))["kftrain.kubeflow_url"] == ""
+    assert workflow_module.build_pipeline_tags(parse(""))["kftrain.kubeflow_url"] == ""
 
 
 def test_outside_a_pipeline_the_tags_are_empty_and_nobody_is_asked(server):
-    assert set(workflow_module.pipeline_tags(parse("")).values()) == {""} and server.requests == []
+    assert set(workflow_module.build_pipeline_tags(parse("")).values()) == {""} and server.requests == []

@@ -3,7 +3,7 @@
 import pytest
 
 from kftrain.launch.kubernetes import workflow
-from kftrain.run.advice import remedy
+from kftrain.run.advice import find_remedy
 
 
 def node(message, phase="Failed", finished="2026-11-21T10:00:00Z", name="train", kind="Pod"):
@@ -44,12 +44,12 @@ def a_workflow(*nodes, **spec):
 def test_the_message_of_the_failed_step_is_the_reason(message, kind):
     found = workflow.explain(a_workflow(node("", "Succeeded", name="shard"), node(message)))
     assert (found.failure_class.value, found.line) == (kind, f"step train: {message}")
-    assert found.pod == "w-train" and remedy(found.failure_class)
+    assert found.pod == "w-train" and find_remedy(found.failure_class)
 
 
 @pytest.mark.parametrize("message", ["main: OOMKilled (exit code 1)", "ImagePullBackOff: Back-off pulling image"])
 def test_the_advice_about_a_step_is_not_that_about_a_worker(message):
-    assert "launch.kubernetes" not in remedy(workflow.explain(a_workflow(node(message))).failure_class)
+    assert "launch.kubernetes" not in find_remedy(workflow.explain(a_workflow(node(message))).failure_class)
 
 
 def test_the_first_of_several_failures_is_the_cause():
