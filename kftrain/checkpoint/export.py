@@ -32,9 +32,9 @@ from kftrain.process import machine
 from kftrain.run import commit, documents
 from kftrain.run.export import (
     ExportManifest,
+    list_tensor_entries,
     read_export_manifest,
     require_whole,
-    tensor_entries,
 )
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
@@ -195,7 +195,7 @@ def _build_empty(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Modul
 def _require_memory(empty: EmptyExport) -> None:
     """Raise CheckpointError if the weights are larger than the memory that is left: the kernel would just kill us."""
     needed = sum(parameter.numel() * parameter.dtype.itemsize for parameter in empty.model.parameters())
-    available = machine.available_bytes()
+    available = machine.read_available_bytes()
     if needed > available:
         raise CheckpointError(
             f"the model needs {needed / 1e9:,.1f} GB of memory, and {available / 1e9:,.1f} GB are available",
@@ -236,7 +236,7 @@ def _read_file(uri: str, manifest: ExportManifest, name: str, max_bytes: int = M
 
 def _sum_tensor_bytes(uri: str, manifest: ExportManifest) -> int:
     """Sum the sizes of the files of tensors, after checking that they are there: a manifest can claim any size."""
-    files = tensor_entries(uri, manifest.files)
+    files = list_tensor_entries(uri, manifest.files)
     for name, entry in files.items():
         commit.require_size(storage.join(uri, name), entry)
     return sum(entry.bytes for entry in files.values())

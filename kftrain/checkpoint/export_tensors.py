@@ -30,7 +30,7 @@ from kftrain.core import storage
 from kftrain.errors import CheckpointError
 from kftrain.run import commit
 from kftrain.run.commit import FileEntry
-from kftrain.run.export import ExportManifest, tensor_entries
+from kftrain.run.export import ExportManifest, list_tensor_entries
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ def open_tensors(uri: str, manifest: ExportManifest, world: World | None = None)
 
 
 def _open_files(uri: str, manifest: ExportManifest, stack: contextlib.ExitStack) -> ExportTensors:
-    buffer, entries = memoryview(bytearray(PIECE_BYTES)), tensor_entries(uri, manifest.files)
+    buffer, entries = memoryview(bytearray(PIECE_BYTES)), list_tensor_entries(uri, manifest.files)
     return ExportTensors(uri, [_OpenFile(uri, name, entry, stack, buffer) for name, entry in entries.items()])
 
 

@@ -19,7 +19,7 @@ from kftrain.core import storage
 from kftrain.errors import ConfigError, RetryableError
 from kftrain.run import commit
 from kftrain.run.commit import FileEntry
-from kftrain.run.export import ExportManifest, digest_of_export, is_export, manifest_uri
+from kftrain.run.export import ExportManifest, build_manifest_uri, compute_export_digest, is_export
 from kftrain.run.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def export_checkpoint(
             DESCRIPTION: storage.dump_json(description.to_dict()),
         }
         commit.verify_files(checkpoint_uri, manifest.files)
-        storage.remove(manifest_uri(uri))  # first: nobody takes for an export what is being deleted
+        storage.remove(build_manifest_uri(uri))  # first: nobody takes for an export what is being deleted
         storage.remove(uri)  # what a process that was killed here has left, or somebody has deleted half of
         with _open_folder(uri) as folder:
             files = _write_tensors(checkpoint_uri, manifest.files, folder)
@@ -78,8 +78,8 @@ def export_checkpoint(
         )
         if not commit.has_files(uri, files):  # the old folder could not be deleted, or another process made one
             raise RetryableError("other files than the ones of this export are in its folder", where=uri)
-        storage.publish_json(manifest_uri(uri), export.to_dict())  # last: it says that the others are there
-    return uri, digest_of_export(uri)
+        storage.publish_json(build_manifest_uri(uri), export.to_dict())  # last: it says that the others are there
+    return uri, compute_export_digest(uri)
 
 
 def require_task_file(name: str) -> None:

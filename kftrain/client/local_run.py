@@ -23,7 +23,7 @@ from kftrain.process import channel
 from kftrain.process.channel import Channel
 from kftrain.run.advice import Place, Situation
 from kftrain.run.best_effort import best_effort
-from kftrain.run.error import ErrorDocument, of_stage, read_error
+from kftrain.run.error import ErrorDocument, read_error, summarize_failure
 from kftrain.run.paths import RunPaths
 from kftrain.stages import preflight, resolve
 from kftrain.tracking import mlflow_run
@@ -201,7 +201,7 @@ def _record_kill(output: PipelineOutput, config: Config) -> None:
     if config.launch.is_remote:
         _warn(f"a job may still be on the cluster: kftrain cancel {output.run_uri}")
         return
-    paths, document = RunPaths(output.run_uri), of_stage("run", killed)
+    paths, document = RunPaths(output.run_uri), summarize_failure("run", killed)
     with best_effort("error.json could not be written"):
         storage.publish_json(paths.error, document.to_dict())
     mlflow_run.mark_failed(paths, config, killed, document, _warn)

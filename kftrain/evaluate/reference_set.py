@@ -10,7 +10,7 @@ from kftrain.data.shards.manifest import read_manifest
 from kftrain.errors import EvaluationError
 from kftrain.evaluate.identity import evaluation_digest
 from kftrain.run import documents
-from kftrain.run.completion import metrics_uri
+from kftrain.run.completion import build_metrics_uri
 from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, ReferenceSet, RunShards
 from kftrain.run.paths import RunPaths
 from kftrain.tasks.run_dataset import find_manifest, require_usable
@@ -39,7 +39,7 @@ def make_targets(
     if reference is None:
         return []
     moved = [_move_target(reference, target) for target in measured]
-    if not all(storage.exists(metrics_uri(target)) for target in moved):
+    if not all(storage.exists(build_metrics_uri(target)) for target in moved):
         shards = RunShards(manifest_uri=reference.manifest_uri, dataset_digest=reference.dataset_digest)
         require_usable(shards, read_manifest(reference.manifest_uri), config)
     return moved

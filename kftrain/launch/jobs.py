@@ -26,7 +26,7 @@ from kftrain.launch.base import Launcher, build_launcher
 from kftrain.launch.spec import JobSpec, make_job
 from kftrain.run import attempts
 from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
-from kftrain.run.completion import metrics_uri, read_completion, read_evaluations
+from kftrain.run.completion import build_metrics_uri, read_completion, read_evaluations
 from kftrain.run.config import keep_job_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget
 from kftrain.run.error import read_error
@@ -58,11 +58,11 @@ def run_evaluation(
     """
     with contextlib.ExitStack() as stack:
         launcher = None
-        if not storage.exists(metrics_uri(own)):
+        if not storage.exists(build_metrics_uri(own)):
             launcher = stack.enter_context(contextlib.closing(build_launcher(config)))
             launcher.prepare(make_job(EVALUATION, paths, config))
         targets = [own, *others()]
-        missing = [target for target in targets if not storage.exists(metrics_uri(target))]
+        missing = [target for target in targets if not storage.exists(build_metrics_uri(target))]
         if missing:
             launcher = launcher or stack.enter_context(contextlib.closing(build_launcher(config)))
             request = EvaluationRequest(evaluation_digest=evaluation_digest, targets=missing)

@@ -31,7 +31,7 @@ from kftrain.run import commit
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.error import read_error
 from kftrain.run.job_tasks import find_job_task
-from kftrain.run.logs import build_logs_uri, find_last_logs, next_attempt, publish_log
+from kftrain.run.logs import build_logs_uri, find_last_logs, find_next_attempt, publish_log
 from kftrain.run.paths import RunPaths
 
 GOING_SECONDS = 600.0
@@ -158,7 +158,7 @@ class LocalLauncher:
         paths, environment = RunPaths(spec.run_uri), {**os.environ, **spec.environment}
         attempt = None
         with best_effort("the attempt is not known"):
-            attempt = next_attempt(paths, spec.task)  # now: its claim would change the answer
+            attempt = find_next_attempt(paths, spec.task)  # now: its claim would change the answer
         with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
             child = self._get_child(spec)
             child.prepare(environment)

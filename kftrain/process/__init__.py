@@ -1,1 +1,1 @@
-"""One process of the operating system: signals, parents, liveness, what it says when it ends."""
+"""A process of the operating system: its signals, its parent, its liveness, its output and its last words."""

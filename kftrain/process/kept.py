@@ -22,24 +22,24 @@ REPORT_ENV = "KFTRAIN_REPORT_DESCRIPTOR"
 
 
 class Reporter:
-    """The kept process's side. `kept` is False where nobody keeps it: then there is one task, at once.
+    """The kept process's side. `is_kept` is False where nobody keeps it: then there is one task, at once.
 
     A kept one dies with the process that keeps it, whenever that dies.
     """
 
     def __init__(self) -> None:
         descriptor, _, keeper = os.environ.pop(REPORT_ENV, "").partition(",")
-        self.kept = bool(descriptor)
+        self.is_kept = bool(descriptor)
         self._descriptor = int(descriptor) if descriptor else -1
         self._num_tasks = 0
-        if self.kept:
+        if self.is_kept:
             die_with_parent(int(keeper))
             os.set_inheritable(self._descriptor, False)
 
     def begin(self) -> bool:
         """Wait for a task and set its environment; False where no more tasks will come."""
         self._num_tasks += 1
-        if not self.kept:
+        if not self.is_kept:
             return self._num_tasks == 1
         line = sys.stdin.readline()
         if line:
@@ -48,13 +48,13 @@ class Reporter:
 
     def end(self, code: int) -> None:
         """Report the task's exit code; does nothing where nobody keeps the process."""
-        if self.kept:
+        if self.is_kept:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._descriptor, f"{code}\n".encode())
 
     def close(self) -> None:
         """Close the descriptor; a fork calls this, because it must not report in the place of its parent."""
-        if self.kept:
+        if self.is_kept:
             os.close(self._descriptor)
 
 

@@ -36,7 +36,7 @@ def num_cpus(cgroups: str = "/sys/fs/cgroup") -> int:
     return max(1, math.ceil(min(may_run_on, _read_cgroup_limit(Path(cgroups)))))
 
 
-def available_bytes(meminfo: str = "/proc/meminfo", cgroups: str = "/sys/fs/cgroup") -> float:
+def read_available_bytes(meminfo: str = "/proc/meminfo", cgroups: str = "/sys/fs/cgroup") -> float:
     """Measure the bytes that this process could still take of the machine and of the pod's limit; infinite if unknown.
 
     What the kernel keeps of files counts as free, for it is given up before anybody is ended for want of memory.

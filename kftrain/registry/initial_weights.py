@@ -106,7 +106,7 @@ def _find_weights(config: Config) -> TrainConfig:
     if train.from_version is not None:
         return _find_version(config, train.from_version)
     uri = _find_export(config)
-    return train.starting_with("an export", uri, export.digest_of_export(uri))
+    return train.starting_with("an export", uri, export.compute_export_digest(uri))
 
 
 def _find_version(config: Config, number: int) -> TrainConfig:

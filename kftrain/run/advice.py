@@ -1,4 +1,4 @@
-"""What to do about a failure: one table by class of failure and by place, and the commands that go with it.
+"""Advice about failures: one table by class of failure and by place, and the commands that go with it.
 
 Pure, but for `Situation.from_environment`. The launcher, the failure report and `kftrain run` all ask here, so that
 they cannot disagree. A row says what is to be done about the cause and what comes next; how the next thing is done here

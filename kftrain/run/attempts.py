@@ -37,18 +37,18 @@ class Claim(documents.Document):
     """Random text that makes the content unique: where a store's answer is lost, reading back shows whose claim won."""
 
 
-def _records(paths: RunPaths) -> NumberedRecords[Claim]:
+def _open_records(paths: RunPaths) -> NumberedRecords[Claim]:
     return NumberedRecords(paths.attempts, lambda uri: documents.read(Claim, uri))
 
 
 def find_last_attempt(paths: RunPaths) -> int:
     """Return the number of the highest claim; 0 where there is none."""
-    return _records(paths).last_number()
+    return _open_records(paths).last_number()
 
 
 def read_claims(paths: RunPaths) -> list[Claim]:
     """Read all claims of a run in order; leave out those that cannot be read."""
-    return _records(paths).read_all(DataError)
+    return _open_records(paths).read_all(DataError)
 
 
 def claim_run(paths: RunPaths, start_step: int, world_size: int) -> int:
@@ -66,7 +66,7 @@ def claim_run(paths: RunPaths, start_step: int, world_size: int) -> int:
             start_time=time.time(),
             token=uuid.uuid4().hex,
         )
-        if _records(paths).append(number, document):
+        if _open_records(paths).append(number, document):
             return number
         number += 1
 
@@ -89,12 +89,12 @@ def read_last_start_step(paths: RunPaths) -> int:
 
     It grows exactly when the attempt before made progress.
     """
-    last = _records(paths).read_last()
+    last = _open_records(paths).read_last()
     return last.start_step if last else -1
 
 
 def count_without_progress(paths: RunPaths, since: int) -> int:
     """Count the newest attempts, later than number `since`, that began at the same step."""
-    records = _records(paths)
+    records = _open_records(paths)
     steps = [records.read(number).start_step for number in range(since + 1, records.last_number() + 1)]
     return next((count for count, step in enumerate(reversed(steps)) if step != steps[-1]), len(steps))

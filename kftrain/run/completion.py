@@ -60,13 +60,13 @@ def read_evaluations(paths: RunPaths, request: EvaluationRequest) -> list[Evalua
     ]
 
 
-def metrics_uri(target: EvaluationTarget) -> str:
+def build_metrics_uri(target: EvaluationTarget) -> str:
     """Return the URI of a target's `metrics.json`."""
     return storage.join(target.output_uri, "metrics.json")
 
 
 def _read_evaluation(target: EvaluationTarget, evaluation_digest: str) -> Evaluation:
-    evaluation = documents.read(Evaluation, metrics_uri(target), EvaluationError)
+    evaluation = documents.read(Evaluation, build_metrics_uri(target), EvaluationError)
     if (evaluation.evaluation_digest, evaluation.export_digest) != (evaluation_digest, target.export_digest):
         raise EvaluationError(
             "metrics.json is of another evaluation", where=target.output_uri, fix="delete it and evaluate again"

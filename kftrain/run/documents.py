@@ -270,7 +270,7 @@ class Registration(Document):
     reason: str
     """A sentence that says why it became champion, or why not."""
     reasons: list[GateReason] = []
-    """Everything that the gate looked at, as data; empty in older registrations."""
+    """The figures that the gate looked at, as data; empty in older registrations."""
     awaits_person: bool = False
     """True where nothing speaks against it but a person decides; it has the alias `challenger` until then."""
     num_tries: int = 0

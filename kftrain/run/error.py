@@ -97,7 +97,7 @@ class ErrorDocument(BaseModel):
         return self.model_copy(update={name: getattr(finding, name) for name in names})
 
 
-def of_stage(stage: str, error: BaseException) -> ErrorDocument:
+def summarize_failure(stage: str, error: BaseException) -> ErrorDocument:
     """Build the document that a stage leaves when it fails; its time is now."""
     return ErrorDocument.of(error, stage=stage, time=time.time())
 

@@ -30,7 +30,7 @@ class ExportManifest(documents.Document):
     files: Annotated[commit.Files, Field(min_length=1)]
 
 
-def manifest_uri(uri: str) -> str:
+def build_manifest_uri(uri: str) -> str:
     """Return the URI of the manifest of the export at `uri`."""
     return storage.join(uri, MANIFEST)
 
@@ -38,13 +38,13 @@ def manifest_uri(uri: str) -> str:
 def is_export(uri: str) -> bool:
     """Tell whether a whole export is there: its manifest, and all its files by size. Reads only the manifest."""
     try:
-        manifest = documents.read(ExportManifest, manifest_uri(uri), CheckpointError)
+        manifest = documents.read(ExportManifest, build_manifest_uri(uri), CheckpointError)
         return commit.has_files(uri, manifest.files)
     except (CheckpointError, NotADirectoryError):
         return False
 
 
-def digest_of_export(uri: str) -> str:
+def compute_export_digest(uri: str) -> str:
     """Compute the digest of an export: the sha256 of its manifest. Raises CheckpointError where there is none."""
     return storage.sha256_bytes(_read_manifest_content(uri))
 
@@ -54,7 +54,7 @@ def read_export_manifest(uri: str, digest: str) -> ExportManifest:
     content = _read_manifest_content(uri)
     if (actual := storage.sha256_bytes(content)) != digest:
         raise CheckpointError(f"the export is not the expected one, {digest[:16]}", where=uri, value=actual[:16])
-    return documents.parse(ExportManifest, content, manifest_uri(uri), CheckpointError)
+    return documents.parse(ExportManifest, content, build_manifest_uri(uri), CheckpointError)
 
 
 def require_whole(uri: str, digest: str, *, contents: bool = False) -> ExportManifest:
@@ -71,7 +71,7 @@ def require_whole(uri: str, digest: str, *, contents: bool = False) -> ExportMan
     return manifest
 
 
-def tensor_entries(uri: str, files: Mapping[str, commit.FileEntry]) -> dict[str, commit.FileEntry]:
+def list_tensor_entries(uri: str, files: Mapping[str, commit.FileEntry]) -> dict[str, commit.FileEntry]:
     """Select the files of an export that hold tensors, sorted by name. Raises CheckpointError where none does."""
     names = sorted(name for name in files if name.endswith(".safetensors"))
     if not names:
@@ -81,6 +81,6 @@ def tensor_entries(uri: str, files: Mapping[str, commit.FileEntry]) -> dict[str,
 
 def _read_manifest_content(uri: str) -> bytes:
     try:
-        return storage.read_bytes(manifest_uri(uri))
+        return storage.read_bytes(build_manifest_uri(uri))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError("no export here", where=uri, fix="export the checkpoint again, or train") from error

@@ -91,7 +91,7 @@ class Heartbeat:
                 return
 
 
-def last_beat(paths: RunPaths) -> float:
+def read_last_beat(paths: RunPaths) -> float:
     """Return when a launcher was last alive, by its own clock, in seconds since the epoch; 0 if that is not known."""
     document = None
     with best_effort("the launcher's heartbeat could not be read"):

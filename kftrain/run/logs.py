@@ -12,7 +12,7 @@ from kftrain.run.log_size import shorten_log
 from kftrain.run.paths import RunPaths
 
 
-def next_attempt(paths: RunPaths, task: str) -> int | None:
+def find_next_attempt(paths: RunPaths, task: str) -> int | None:
     """Return the number of the attempt that a job's next claim will make; None for a task that claims none."""
     return attempts.find_last_attempt(paths) + 1 if JOB_TASKS[task].commits else None
 

@@ -53,7 +53,7 @@ def find_watermark(folder: str, run_uri: str) -> str:
 def read_names(uri: str, source: str) -> frozenset[str]:
     """Read the names of all files of a source that were read up to an entry. Raises DataError."""
     names: set[str] = set()
-    records, number = _records_beside(uri)
+    records, number = _find_records(uri)
     while number:
         entry = records.read(number)
         names.update(entry.files.get(source, ()))
@@ -65,7 +65,7 @@ def move_watermark(uri: str, ends: dict[str, str], files: dict[str, list[str]], 
     """Add the entry after this one; False where another run has done so. Nothing happens the second time."""
     # The new entry takes in those that follow the number without its lowest one bit, as a carry does in a binary
     # counter: entry 8 holds the files of 1 to 8 and points at 0, entry 7 holds its own and points at 6.
-    records, last = _records_beside(uri)
+    records, last = _find_records(uri)
     number, before = last + 1, last
     while before > number & (number - 1):
         entry = records.read(before)
@@ -77,6 +77,6 @@ def move_watermark(uri: str, ends: dict[str, str], files: dict[str, list[str]], 
     return records.append(number, entry) or records.read(number).run_uri == run_uri
 
 
-def _records_beside(uri: str) -> tuple[NumberedRecords[Watermark], int]:
+def _find_records(uri: str) -> tuple[NumberedRecords[Watermark], int]:
     """Return the entries in the folder of an entry, and its number."""
     return NumberedRecords(uri.rpartition("/")[0], read_watermark), parse_number(uri)

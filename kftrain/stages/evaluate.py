@@ -15,7 +15,7 @@ from kftrain.launch.kubernetes.task_pods import TaskPodSettings
 from kftrain.registry import Champion
 from kftrain.registry.comparison import find_performance
 from kftrain.run import documents
-from kftrain.run.completion import metrics_uri
+from kftrain.run.completion import build_metrics_uri
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, Performance, Unmeasured
 from kftrain.run.paths import RunPaths
@@ -50,7 +50,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
                 for rival in champion
                 if _is_measurable(paths, config, rival, digest)
             ]
-            if not all(storage.exists(metrics_uri(target)) for target in (own, *rivals)):
+            if not all(storage.exists(build_metrics_uri(target)) for target in (own, *rivals)):
                 require_usable(*read_dataset(paths), config)  # before a job is started for data that is gone
             return [*rivals, *reference_set.make_targets(config, reference, [own, *rivals])]
 

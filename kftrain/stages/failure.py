@@ -22,7 +22,7 @@ from kftrain.errors import FencedError, KftrainError
 from kftrain.process import channel, stage_lifetime
 from kftrain.process.termination import leave_message
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
-from kftrain.run.error import of_stage, read_error
+from kftrain.run.error import read_error, summarize_failure
 from kftrain.run.heartbeat import Heartbeat
 from kftrain.run.paths import RunPaths
 from kftrain.tracking import mlflow_run
@@ -51,7 +51,7 @@ def report_failure(stage: str, paths: RunPaths, config: Config, progress: Progre
             cause = None
             with best_effort("what the launcher found out could not be read"):
                 cause = read_error(paths.failure)
-            document = of_stage(stage, error).with_findings(cause)
+            document = summarize_failure(stage, error).with_findings(cause)
             # error.json before MLflow: the exit handler and `kftrain run` need it, and MLflow may take long to fail.
             with best_effort("error.json could not be written", REPORT_SECONDS):
                 storage.publish_json(paths.error, document.to_dict())
@@ -78,7 +78,7 @@ def _tell_failure(stage: str, progress: Progress) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # what ends the process, too: kfp keeps no exception
-        document = of_stage(stage, error)
+        document = summarize_failure(stage, error)
         leave_message(document.line, document.exit_code, document.kind)
         if not channel.tell(channel.ERROR, document.to_dict()):
             progress(ERROR_LINE + json.dumps(document.to_dict()))

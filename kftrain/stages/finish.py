@@ -20,7 +20,7 @@ from kftrain.launch.backends import POD_BACKENDS
 from kftrain.run.advice import Situation
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
 from kftrain.run.config import is_opened, read_config
-from kftrain.run.error import ErrorDocument, of_stage, read_error
+from kftrain.run.error import ErrorDocument, read_error, summarize_failure
 from kftrain.run.paths import RunPaths
 from kftrain.stages import firing, resolve
 from kftrain.stages.outcome import Outcome
@@ -59,7 +59,7 @@ def finish(
             given = "" if parameters.is_uri(text) else text.strip()
             config, paths = _resolve(given or UNREAD, knobs, resume_run, job_id, values)
     except KftrainError as error:  # the first step has failed with the very same one
-        return _describe_failure(of_stage("configure", error), run_uri="")
+        return _describe_failure(summarize_failure("configure", error), run_uri="")
     outcome, failure = _end_run(config, paths, resume_run, job_id, state, progress)
     firing.end_firing(config, paths, job_id, failure, progress)
     return outcome
@@ -171,6 +171,6 @@ def _explain_state(state: str) -> ErrorDocument:
     """
     cause = launch.explain_pipeline_run()
     if cause is None:
-        return of_stage("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
+        return summarize_failure("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
     kind = FencedError if cause.failure_class is FailureClass.FENCED else LaunchError
-    return of_stage("run", kind(cause.line)).with_findings(cause)
+    return summarize_failure("run", kind(cause.line)).with_findings(cause)

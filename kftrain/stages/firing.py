@@ -331,7 +331,7 @@ def _is_at_work(firing: Firing, now: datetime) -> bool:
         is_over = launch.is_pipeline_over(firing.workflow, firing.cluster)
         if is_over is not None:
             return not is_over
-    beat = heartbeat.last_beat(RunPaths(firing.run_uri))
+    beat = heartbeat.read_last_beat(RunPaths(firing.run_uri))
     return now.timestamp() - max(firing.created, beat) < SILENT_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""One attempt of a training on one process: what `rank.py` runs for the task `train`.
+"""An attempt of a training on one process: what `rank.py` runs for the task `train`.
 
 The phases stand here in their order: claim the attempt, verify the data, choose the checkpoint, build the engine, take
 the steps, complete. Each is collective but the last, which the first process does alone.

@@ -1,1 +1,1 @@
-"""What runs on each node of a job: supervisor, agent, ranks, watchdog, root cause."""
+"""The processes on a node of a job: supervisor, agent, ranks; and the watchdog and the root cause of failures."""

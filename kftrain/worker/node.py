@@ -1,4 +1,4 @@
-"""One node of a job: what it runs, where it meets the others, and what its ranks are told. No torch here."""
+"""The specification of a job's node: what it runs, where it meets the others, what its ranks are told. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every process of a job runs, forked from the node's agent.
+"""The program of each of a job's processes, forked from the node's agent.
 
 Its exit code is the error's own. The first process of a node that fails writes its error to the file that the
 supervisor named, by exclusive creation: those that fail afterwards, because their peer is gone, come too late to hide

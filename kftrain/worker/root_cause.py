@@ -1,4 +1,4 @@
-"""Which error a node of a job ended with, and which of several is the cause. All of it is pure."""
+"""The choice of the error that ended a node, and of the cause among those of several nodes. All of it is pure."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from kftrain.run.config import read_job_config
 from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.heartbeat import LOOKS_PER_TIMEOUT, LauncherWatch
 from kftrain.run.job_tasks import JOB_TASKS
-from kftrain.run.logs import build_logs_uri, next_attempt, publish_log
+from kftrain.run.logs import build_logs_uri, find_next_attempt, publish_log
 from kftrain.worker import root_cause
 from kftrain.worker.node import NodeSpec, first_node_answers
 from kftrain.worker.root_cause import Stop
@@ -63,7 +63,7 @@ def run_node(node: NodeSpec) -> int:
     """
     reporter, code = Reporter(), 0
     agent = KeptProcess([sys.executable, "-m", AGENT_MODULE, node.to_argument()])
-    if reporter.kept:
+    if reporter.is_kept:
         agent.prepare(node.build_environment())
     while reporter.begin():
         code = Supervisor(node, agent).run()
@@ -107,7 +107,9 @@ class Supervisor:
             with retryable("the run cannot be read", self._paths.uri):
                 config = read_job_config(self._paths, self._node.digest)
                 complete = JOB_TASKS[self._node.task].is_complete(self._paths, config)
-                self._attempt = next_attempt(self._paths, self._node.task)  # now: its claim would change the answer
+                self._attempt = find_next_attempt(
+                    self._paths, self._node.task
+                )  # now: its claim would change the answer
             # Before any rendezvous: a pod that is started once more would wait for nodes that are gone.
             if complete:
                 to_log("already complete: nothing to do")

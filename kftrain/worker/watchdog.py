@@ -1,4 +1,4 @@
-"""Whether the processes of a node hang, and which of them is the one that the others wait for. No torch here.
+"""The watchdog of a node: it finds processes that hang, and the one that the others wait for. No torch here.
 
 A collective operation that some process never enters would end by its timeout, on all the others: the one that is stuck
 would be the last to be named, and its stack never seen. So the supervisor looks from outside, a little earlier.

@@ -27,7 +27,7 @@ from kftrain.launch.kubernetes.labels import (
     SUSPENDED_ANNOTATION,
     TASK_LABEL,
     make_label_value,
-    selector,
+    make_selector,
 )
 from kftrain.launch.kubernetes.lease import delete_own, has_pods_at_work
 from kftrain.launch.kubernetes.logs import Logs
@@ -141,7 +141,7 @@ def list_jobs(clusters: Sequence[JobClient], selected: str) -> list[tuple[JobCli
 
 def list_run_jobs(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:
     """List the jobs of a run, by its id; an empty id lists those of all runs. Raises LaunchError."""
-    return list_jobs(clusters, selector(RUN_LABEL, run) if run else RUN_LABEL)
+    return list_jobs(clusters, make_selector(RUN_LABEL, run) if run else RUN_LABEL)
 
 
 def collect_garbage(clusters: Sequence[JobClient], dry_run: bool = False) -> list[Garbage]:
@@ -302,9 +302,9 @@ def delete_jobs(clusters: Sequence[JobClient], config: Config, paths: RunPaths, 
 
     Raises LaunchError.
     """
-    selectors = {selector(RUN_LABEL, paths.run_id)}
+    selectors = {make_selector(RUN_LABEL, paths.run_id)}
     if job_id:  # a configuration that lies in a file may name another run by now
-        selectors.add(selector(KFP_RUN_LABEL, job_id))
+        selectors.add(make_selector(KFP_RUN_LABEL, job_id))
     listed = [pair for selected in sorted(selectors) for pair in list_jobs(clusters, selected)]
     jobs = {job["metadata"]["uid"]: (cluster, job) for cluster, job in listed}.values()
     workflow = ownership.find_owner(clusters[0])[0] if jobs else None

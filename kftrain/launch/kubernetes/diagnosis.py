@@ -1,4 +1,4 @@
-"""Why a job failed: from what its workers said, how its pods ended and what the last lines were, to a summary.
+"""The diagnosis of a failed job: workers' errors, the ends of pods and last log lines become one summary.
 
 Pure. The first failing process's own error is worth most, except where it only lost a peer: then the peer that the
 kernel or the cluster took away is the cause.

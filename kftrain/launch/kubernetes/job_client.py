@@ -136,7 +136,7 @@ class JobClient(Cluster):
                 if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
                     yield event["object"]
 
-    def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Iterator[bytes]:
+    def read_log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Iterator[bytes]:
         """Yield the lines of a pod's log with their times, from the time `since` on, until the log ends.
 
         Each ends with its newline, except a last one that may be torn. No line at all where there is no log (yet, or

@@ -31,6 +31,6 @@ def make_label_value(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:63].strip("-_.")
 
 
-def selector(label: str, value: str) -> str:
+def make_selector(label: str, value: str) -> str:
     """Build a label selector for the objects whose `label` has this value, such as the id of a run."""
     return f"{label}={make_label_value(value)}"

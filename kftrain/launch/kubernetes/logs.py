@@ -178,7 +178,7 @@ class Logs:
         the first line is there: if it still has its uid then, the log is its own.
         """
         is_known = False
-        for raw in self._source.log_lines(pod.name, since, follow):
+        for raw in self._source.read_log_lines(pod.name, since, follow):
             item = None if is_known else self._source.read_pod(pod.name)
             if item is not None and item["metadata"]["uid"] != pod.uid:
                 return

@@ -1,4 +1,4 @@
-"""What the launcher saw at one moment, as plain values: pods, the job's conditions, events, Kueue's Workload.
+"""The launcher's view of one moment as plain values: pods, the job's conditions, events, Kueue's Workload.
 
 Parsing is all that happens here; what it means is decided in `states.py`. All of it is pure.
 """

@@ -1,4 +1,4 @@
-"""Who a job belongs to: the Workflow of the pipeline run that the launcher's pod is a step of.
+"""The owner of a job: the Workflow of the pipeline run that the launcher's pod is a step of.
 
 A run that is deleted takes its Workflow along, and Kubernetes then deletes what the Workflow owns: within seconds no
 pod of the job is left, whatever the launcher was doing.

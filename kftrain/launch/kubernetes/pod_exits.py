@@ -1,4 +1,4 @@
-"""How pods ended, and whether that has used up the restart budget."""
+"""A record of how pods ended; it decides whether their ends have used up the restart budget."""
 
 from __future__ import annotations
 

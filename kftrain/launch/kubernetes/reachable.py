@@ -1,4 +1,4 @@
-"""What pods cannot reach is refused before there is a pod: a folder or an sqlite file of this machine."""
+"""Refusals of storage and MLflow that pods could not reach, a folder or an sqlite file here, before there is a pod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an observation means: the state of a job, why it waits, and whether waiting makes sense. All of it is pure.
+"""The meaning of an observation: a job's state, why it waits, and whether waiting makes sense. All of it is pure.
 
     Queued -> Admitted -> Scheduling -> Pulling -> Rendezvous -> Training -> Committing
     Succeeded | Failed | Gone

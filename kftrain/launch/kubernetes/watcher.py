@@ -54,7 +54,7 @@ class Watcher:
         self._claimed_by = -1
         self._clock = Clock(time.monotonic())
         self._state = State.QUEUED
-        self._shown = ""
+        self._last_text = ""
         self._seen_at = time.time()
         self._is_fenced = False
         """True if another launch holds the job, or a later job of its name, at the last look."""
@@ -144,8 +144,8 @@ class Watcher:
 
     def _show(self, assessment: Assessment) -> None:
         self._state = assessment.state
-        if assessment.text != self._shown:
-            self._shown = assessment.text
+        if assessment.text != self._last_text:
+            self._last_text = assessment.text
             self._annotated_at = float("-inf")
             to_log(f"{self._name}: {assessment.text}")
 
@@ -225,7 +225,7 @@ class Watcher:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         annotations = {
             SEEN_ANNOTATION: now,
-            STATE_ANNOTATION: self._shown,
+            STATE_ANNOTATION: self._last_text,
             PROGRESS_ANNOTATION: self._logs.progress,
         }
         self._cluster.annotate_job(self._name, annotations)

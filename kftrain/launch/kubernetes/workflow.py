@@ -1,4 +1,4 @@
-"""What the Workflow of a pipeline run says about steps that could not say anything themselves.
+"""Reads the Workflow of a pipeline run for the ends of steps that could not report anything themselves.
 
 Kubeflow keeps neither exit codes nor messages of its steps, but Argo does: in the Workflow's nodes, which a step may
 read. The exit handler asks it about steps that were terminated, ran out of memory or never got an image.

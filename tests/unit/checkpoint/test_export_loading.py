@@ -183,7 +183,7 @@ def test_a_tensor_that_two_files_hold_is_in_doubt(tmp_path):
 
 def test_a_model_that_does_not_fit_into_memory_is_one_line_with_both_numbers(tmp_path, monkeypatch):
     where = write(tmp_path / "e", state_of())
-    monkeypatch.setattr(machine, "available_bytes", lambda: 10_000.0)
+    monkeypatch.setattr(machine, "read_available_bytes", lambda: 10_000.0)
     with pytest.raises(CheckpointError, match=r"needs 0\.0 GB of memory, and 0\.0 GB are available") as caught:
         load_export(*where)
     assert "\n" not in caught.value.line

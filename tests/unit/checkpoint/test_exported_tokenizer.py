@@ -16,7 +16,7 @@ from kftrain.data.schema import Record
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.models import build_model
 from kftrain.models.settings import ModelConfig
-from kftrain.run.export import ExportManifest, digest_of_export
+from kftrain.run.export import ExportManifest, compute_export_digest
 from kftrain.tasks import build_task
 from kftrain.tasks.settings import TaskConfig
 from kftrain.train.completing import describe_export
@@ -49,7 +49,7 @@ def write(folder, task, tokenizer, left_out=()):
     files = {path.name: entry_of(str(path)) for path in sorted(folder.iterdir())}
     digests = dict.fromkeys(("checkpoint_digest", "training_digest", "dataset_digest"), "0" * 64)
     storage.publish_json(f"{folder}/manifest.json", ExportManifest(**digests, step=1, files=files).to_dict())
-    return str(folder), digest_of_export(str(folder))
+    return str(folder), compute_export_digest(str(folder))
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", TRAIN], ids=["bytes", "trained"])

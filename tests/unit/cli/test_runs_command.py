@@ -15,7 +15,7 @@ from kftrain.core import storage
 from kftrain.errors import DataError, Preempted
 from kftrain.registry.journal import Journal, make_next_entry
 from kftrain.run import attempts
-from kftrain.run.error import of_stage
+from kftrain.run.error import summarize_failure
 
 
 def listed(root, *options):
@@ -60,7 +60,7 @@ def test_a_registered_run_shows_its_metric_and_whether_it_is_champion(tmp_path):
 )
 def test_a_run_that_failed_says_why(tmp_path, run, error, state):
     publish_commit(run, 10)
-    storage.publish_json(run.error, of_stage("train", error).to_dict())
+    storage.publish_json(run.error, summarize_failure("train", error).to_dict())
     found = one(tmp_path)
     assert (found["state"], found["step"], found["reason"]) == (state, 10, error.line)
     assert f"\n  {error.line}" in listed(tmp_path)

@@ -9,9 +9,9 @@ def test_memory_that_is_available_is_the_machines_or_what_the_limit_leaves(tmp_p
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   3000 kB\nSwapFree:  1000 kB\n")
     (tmp_path / "v2").mkdir()
     (tmp_path / "v1" / "memory").mkdir(parents=True)
-    found = functools.partial(machine.available_bytes, str(tmp_path / "meminfo"))
+    found = functools.partial(machine.read_available_bytes, str(tmp_path / "meminfo"))
     assert found(str(tmp_path / "none")) == 4000 * 1024
-    assert machine.available_bytes(str(tmp_path / "no"), str(tmp_path / "none")) == float("inf")
+    assert machine.read_available_bytes(str(tmp_path / "no"), str(tmp_path / "none")) == float("inf")
     for name, number in (("memory.max", 9000), ("memory.current", 8000)):
         (tmp_path / "v2" / name).write_text(f"{number}\n")
     (tmp_path / "v2" / "memory.stat").write_text("anon 5\ninactive_file 300\nactive_file 20\n")

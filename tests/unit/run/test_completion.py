@@ -4,7 +4,7 @@ from helpers.documents import completion_of, digits_config, evaluation_of, publi
 from kftrain.core import storage
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.run.completion import (
-    metrics_uri,
+    build_metrics_uri,
     read_completion,
     read_evaluations,
 )
@@ -85,7 +85,7 @@ def test_an_evaluation_is_complete_when_all_its_targets_have_metrics(run, reques
     request, evaluation = request_of
     for target in request.targets:
         assert not EVALUATION.is_complete(paths, resolved)
-        storage.publish_json(metrics_uri(target), evaluation.to_dict())
+        storage.publish_json(build_metrics_uri(target), evaluation.to_dict())
     assert EVALUATION.is_complete(paths, resolved)
     assert read_evaluations(paths, request) == [evaluation, evaluation]
 
@@ -96,7 +96,7 @@ def test_an_evaluation_is_complete_without_a_champion_that_cannot_be_loaded(run,
     champion = request.targets[1].model_copy(update={"required": False, "export_digest": "f" * 64})
     request = request.model_copy(update={"targets": [request.targets[0], champion]})
     storage.publish_json(paths.evaluation_request, request.to_dict())
-    storage.publish_json(metrics_uri(request.targets[0]), evaluation.to_dict())
+    storage.publish_json(build_metrics_uri(request.targets[0]), evaluation.to_dict())
     given_up = Unmeasured(evaluation_digest=request.evaluation_digest, export_digest="f" * 64, reason="damaged")
     others = [{"evaluation_digest": "another"}, {"export_digest": "another"}, {"export_digest": "e" * 64}]
     for changes in others:
@@ -113,7 +113,7 @@ def test_metrics_of_something_else_complete_nothing(run, request_of, changes):
     paths, resolved = run
     request, evaluation = request_of
     for target in request.targets:
-        storage.publish_json(metrics_uri(target), evaluation.model_copy(update=changes).to_dict())
+        storage.publish_json(build_metrics_uri(target), evaluation.model_copy(update=changes).to_dict())
     assert not EVALUATION.is_complete(paths, resolved)
     with pytest.raises(EvaluationError, match="of another evaluation"):
         read_evaluations(paths, request)

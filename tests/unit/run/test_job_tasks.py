@@ -14,7 +14,7 @@ from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, make_job
 from kftrain.run.config import keep_job_config
 from kftrain.run.error import ErrorDocument
 from kftrain.run.job_tasks import JOB_TASKS, JobTask
-from kftrain.run.logs import build_logs_uri, find_last_logs, next_attempt
+from kftrain.run.logs import build_logs_uri, find_last_logs, find_next_attempt
 from kftrain.run.paths import RunPaths
 from kftrain.stages import dry_run
 from kftrain.worker import rank, root_cause
@@ -69,7 +69,7 @@ def test_its_job_is_described_and_shown(task, run):
 
 def test_its_logs_have_a_folder(task, run):
     paths, _ = run
-    attempt = next_attempt(paths, task.name)
+    attempt = find_next_attempt(paths, task.name)
     assert attempt == (1 if task.commits else None)
     folder = storage.join(paths.logs, "attempt-1" if task.commits else "bandwidth")
     assert build_logs_uri(paths, task.name, attempt) == find_last_logs(paths, task.name) == folder

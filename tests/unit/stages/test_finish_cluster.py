@@ -16,7 +16,7 @@ from kftrain.launch.kubernetes import workflow as workflow_module
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.launcher import ClusterLauncher
-from kftrain.run.error import of_stage
+from kftrain.run.error import summarize_failure
 from kftrain.run.job_tasks import TRAINING
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
@@ -237,7 +237,7 @@ def test_a_clean_up_that_fails_hides_no_failure(start_job, server, tmp_path, mon
     monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: ended.append((run, status)))
     paths = start_job(kfp_run_id=JOB_ID)
     storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
-    storage.publish_json(paths.error, of_stage("train", DataError("a shard is damaged")).to_dict())
+    storage.publish_json(paths.error, summarize_failure("train", DataError("a shard is damaged")).to_dict())
     server.fail("GET", "pytorchjobs", 404, times=float("inf"))
     outcome = finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "FAILED", lines.append)
     assert "a shard is damaged" in outcome.summary["result"] and ended == [("m-1", "FAILED")]

@@ -15,7 +15,7 @@ from kftrain.core import storage
 from kftrain.errors import DataError, FailureClass, LaunchError
 from kftrain.run import heartbeat
 from kftrain.run.config import read_config
-from kftrain.run.error import of_stage
+from kftrain.run.error import summarize_failure
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
@@ -65,7 +65,7 @@ class Nights:
 
     def end(self, job, error=None):
         if error is not None:
-            storage.publish_json(self.paths(job).error, of_stage("train", error).to_dict())
+            storage.publish_json(self.paths(job).error, summarize_failure("train", error).to_dict())
         state = "COMPLETE" if error is None else "FAILED"
         return finish(self.config.to_yaml(), "", "", job, state, self.lines.append)
 
@@ -343,7 +343,7 @@ def test_sharding_for_an_hour_is_a_sign_of_life(nights, monkeypatch):
 
     def slow(self, *arguments):
         nights.now = FIRST + timedelta(hours=1)
-        wait_until(lambda: heartbeat.last_beat(nights.paths("a")) == nights.now.timestamp())
+        wait_until(lambda: heartbeat.read_last_beat(nights.paths("a")) == nights.now.timestamp())
         lost.append(firing.close_lost(FakeCluster(), nights.config.run.storage_root, nights.now, False, print))
         return encode(self, *arguments)
 
@@ -361,7 +361,7 @@ def test_sharding_again_for_an_hour_is_a_sign_of_life_of_a_run_that_somebody_goe
 
     def slow(self, *arguments):
         nights.now = FIRST + timedelta(hours=1)
-        wait_until(lambda: heartbeat.last_beat(nights.paths("a")) == nights.now.timestamp())
+        wait_until(lambda: heartbeat.read_last_beat(nights.paths("a")) == nights.now.timestamp())
         lost.append(firing.close_lost(FakeCluster(), nights.config.run.storage_root, nights.now, False, print))
         return encode(self, *arguments)
 

@@ -14,7 +14,7 @@ import pytest
 from kftrain import config as configuration
 from kftrain.core import storage
 from kftrain.errors import EmptyWindowError, LaunchError
-from kftrain.run.error import of_stage
+from kftrain.run.error import summarize_failure
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import cron
 from kftrain.schedule.settings import format_instant
@@ -112,7 +112,7 @@ class Year:
         return begun
 
     def end(self, job, config, read, error=None):
-        firing.end_firing(config, self.paths(job), job, error and of_stage("train", error), self.lines.append)
+        firing.end_firing(config, self.paths(job), job, error and summarize_failure("train", error), self.lines.append)
         if error is None:
             self.trained.update(read)
 

@@ -162,9 +162,9 @@ def test_the_window_of_a_run_that_was_skipped_beside_another_is_in_the_next_one(
 
 
 def error_of():
-    from kftrain.run.error import of_stage
+    from kftrain.run.error import summarize_failure
 
-    return of_stage("train", DataError("no"))
+    return summarize_failure("train", DataError("no"))
 
 
 @pytest.mark.parametrize("broken", ["create_json", "list_names"])

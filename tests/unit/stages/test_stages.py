@@ -32,7 +32,7 @@ from kftrain.errors import (
 from kftrain.registry import Champion
 from kftrain.run import documents
 from kftrain.run.config import read_config
-from kftrain.run.error import of_stage, read_error
+from kftrain.run.error import read_error, summarize_failure
 from kftrain.run.paths import RunPaths
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
@@ -457,7 +457,7 @@ def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls)
     run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
     paths = RunPaths(run.run_uri)
     storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
-    storage.publish_json(paths.error, of_stage("train", DataError("a shard is damaged")).to_dict())
+    storage.publish_json(paths.error, summarize_failure("train", DataError("a shard is damaged")).to_dict())
     outcome = finish_of(tmp_path, "FAILED", calls)
     assert outcome.run_uri == run.run_uri
     assert "a shard is damaged" in outcome.markdown and "a shard is damaged" in outcome.summary["result"]

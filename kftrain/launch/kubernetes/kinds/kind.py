@@ -1,4 +1,4 @@
-"""What a kind of job says of itself; everything else about jobs is the same for all kinds.
+"""The base of the kinds of jobs: all that differs between kinds; the rest of the launcher is the same for all.
 
 A kind is a file that derives from `Kind`: the specification of its document, where its pods say which worker they are,
 how its conditions are called, and where it is suspended. It decides nothing and calls nobody.

@@ -146,7 +146,7 @@ def test_lines_of_a_server_bear_its_name_and_are_no_steps_of_a_worker():
     items = {name: pod(name[:-1], 0, **ended) for name in lines}
     source = SimpleNamespace(
         read_pod=lambda name: {**items[name], "status": {"phase": "Succeeded"}},
-        log_lines=lambda name, since="", follow=True: [line + b"\n" for line in lines[name]],
+        read_log_lines=lambda name, since="", follow=True: [line + b"\n" for line in lines[name]],
     )
     found = []
     logs = Logs(source, 2, found.append, limited=False)

@@ -34,7 +34,7 @@ class ScriptedSource:
         phase = "Running" if len(self.connections) > 1 else "Succeeded"
         return {"metadata": {"uid": "u"}, "status": {"phase": phase}}
 
-    def log_lines(self, pod_name, since="", follow=True):
+    def read_log_lines(self, pod_name, since="", follow=True):
         self.asked.append(since)
         yield from self.connections.pop(0)
 
@@ -136,7 +136,7 @@ class BreaksOff(ScriptedSource):
     def read_pod(self, name):
         return {"metadata": {"uid": "u"}, "status": {"phase": "Succeeded"}}
 
-    def log_lines(self, pod_name, since="", follow=True):
+    def read_log_lines(self, pod_name, since="", follow=True):
         self.asked.append(since)
         yield from self.connections.pop(0)
         if self.connections:
@@ -184,7 +184,7 @@ def test_draining_reads_what_a_pod_that_goes_on_has_printed_and_then_ends():
         def read_pod(self, name):
             return {"metadata": {"uid": "u"}, "status": {"phase": "Running"}}
 
-        def log_lines(self, pod_name, since="", follow=True):
+        def read_log_lines(self, pod_name, since="", follow=True):
             follows.append(follow)
             asked.set()
             if follow:
@@ -207,7 +207,7 @@ def test_a_pod_that_prints_for_ever_is_not_drained_for_ever(monkeypatch):
         def read_pod(self, name):
             return {"metadata": {"uid": "u"}, "status": {"phase": "Running"}}
 
-        def log_lines(self, pod_name, since="", follow=True):
+        def read_log_lines(self, pod_name, since="", follow=True):
             while follow:
                 time.sleep(0.01)
                 yield raw(next(numbers), "line")
@@ -228,7 +228,7 @@ def test_the_log_of_a_pod_that_takes_the_name_just_before_the_connection_is_not_
         def read_pod(self, name):
             return {"metadata": {"uid": "u2" if connected.is_set() else "u"}, "status": {"phase": "Running"}}
 
-        def log_lines(self, pod_name, since="", follow=True):
+        def read_log_lines(self, pod_name, since="", follow=True):
             connected.set()
             for index in range(10**9):
                 yield raw(index, "of another pod")
@@ -244,9 +244,9 @@ def test_the_log_of_a_pod_that_is_taken_away_while_it_is_read_is_shown():
         def read_pod(self, name):
             return None if taken.is_set() else super().read_pod(name)
 
-        def log_lines(self, pod_name, since="", follow=True):
+        def read_log_lines(self, pod_name, since="", follow=True):
             taken.set()
-            yield from super().log_lines(pod_name, since, follow)
+            yield from super().read_log_lines(pod_name, since, follow)
 
     assert shown(Deleted([raw(1, "a"), raw(2, "last words")], [])) == ["a", "last words"]
 
@@ -398,7 +398,7 @@ def test_an_endless_line_costs_its_beginning(server, namespace, fast):
     namespace.create("pods", {"metadata": {"name": "p"}, "spec": {}, "status": {"phase": "Running"}})
     namespace.write("p", "x" * 10_000_000, "after it")
     namespace.end_pod("p", 0)
-    first, second = job_client().log_lines("p")
+    first, second = job_client().read_log_lines("p")
     assert len(first) == job_client_module.MAX_LINE_BYTES + 1 and first.endswith(b"x\n")
     assert second.endswith(b" after it\n")
 
