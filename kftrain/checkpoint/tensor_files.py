@@ -4,8 +4,8 @@
     header       JSON: name -> dtype, shape, and where its bytes begin and end; padded with spaces to 8 bytes
     the tensors  one after the other, row by row, without gaps
 
-What is written is, byte for byte, what `safetensors.torch.save_file` writes. Of what is read the header must describe
-exactly the bytes of the file: so nothing that it says makes anybody take more memory than the file has bytes.
+What is written is, byte for byte, what `safetensors.torch.save_file` writes. A header is accepted only if its tensors
+fill the file exactly: so no header makes a reader allocate more memory than the file has bytes.
 The format: https://huggingface.co/docs/safetensors.
 """
 
@@ -50,7 +50,8 @@ MAX_HEADER_BYTES = 16 << 20
 """Largest header that is read: parsed JSON takes many times its size. One of 10,000 tensors has one megabyte."""
 
 Read = Callable[[int], memoryview]
-"""Function that returns the next bytes, at most `PIECE_BYTES` at a time; they are valid until it is called again."""
+"""Function that returns exactly so many of the next bytes, valid until it is called again; its caller asks for at most
+`PIECE_BYTES`."""
 
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets of a part of a tensor, and its shape."""
@@ -65,7 +66,7 @@ class TensorForm:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all numbers."""
+        """Size of the tensor in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -76,7 +77,7 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """The form of a tensor in a file, and its place there."""
 
     form: TensorForm
     start: int
@@ -92,6 +93,7 @@ def sort_names(forms: Mapping[str, TensorForm]) -> list[str]:
 def encode_header(forms: Mapping[str, TensorForm]) -> bytes:
     """Encode the header of a file of these tensors, with its length in front."""
     names = {dtype: name for name, dtype in DTYPES.items()}
+    # The entry that `save_file` writes, too: it tells programs that know several frameworks whose tensors these are.
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name in sort_names(forms):
@@ -106,13 +108,14 @@ def encode_header(forms: Mapping[str, TensorForm]) -> bytes:
 
 def contents_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU, row by row."""
-    content: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    content: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()  # numpy has no bf16
     return memoryview(content)
 
 
 def read_header(read: Read, num_bytes: int, where: str) -> dict[str, StoredTensor]:
     """Read which tensors lie in a file of so many bytes, in their order. Raises CheckpointError."""
     length = int.from_bytes(read(8), "little") if num_bytes >= 8 else num_bytes
+    # Before any of it is read: the length is whatever eight bytes somebody has written.
     if length > min(num_bytes - 8, MAX_HEADER_BYTES):
         raise _damage_error("its header is longer than it may be", where, length)
     content = b"".join(bytes(read(size)) for size in _cut(length, PIECE_BYTES))
@@ -124,7 +127,8 @@ def read_header(read: Read, num_bytes: int, where: str) -> dict[str, StoredTenso
         raise _damage_error("its header is none", where) from error
     tensors: dict[str, StoredTensor] = {}
     start = 0
-    # Without gaps and overlaps: else a small file could name tensors of any size, or one range twice.
+    # Without gaps and overlaps: else a small file could name tensors of any size, or one range twice. By the end, too:
+    # an empty tensor begins where the next one does, and must come before it.
     for name, form, begin, end in sorted(stored, key=lambda entry: (entry[2], entry[3])):
         if begin != start or end - begin != form.num_bytes:
             raise _damage_error("its header says other sizes than the tensors have", where, name)
@@ -136,9 +140,10 @@ def read_header(read: Read, num_bytes: int, where: str) -> dict[str, StoredTenso
 
 
 def row_range(form: TensorForm, part: Part) -> tuple[int, range]:
-    """Return the bytes per row, and the range of rows to read for a part, from the first that it touches to the last.
+    """Return the bytes of one row, and the range of rows that must be read for a part, without a gap.
 
-    The rows of a contiguous part are single numbers.
+    A row is what lies behind one index of dim 0; one that the part cuts is read whole. A part that cuts dim 0 only is
+    contiguous in the file: it is read as a range of single numbers, each of which counts as a row.
     """
     offsets, sizes = part
     if not form.shape:
@@ -153,9 +158,10 @@ def row_range(form: TensorForm, part: Part) -> tuple[int, range]:
 
 
 def copy_part(stored: TensorForm, part: Part, read: Read, target: torch.Tensor) -> None:
-    """Read the rows of a part, one after the other, into a contiguous tensor of the part's shape and any type.
+    """Read the rows of a part, and copy of each what the part has of it.
 
-    `read` begins with the first byte of the first row.
+    `read` must begin with the first byte of the first row of `row_range`, and has passed the last one afterwards.
+    `target`: contiguous, of the part's shape; numbers are converted to its type and moved to its device.
     """
     row_bytes, rows = row_range(stored, part)
     if not rows:
@@ -169,7 +175,7 @@ def copy_part(stored: TensorForm, part: Part, read: Read, target: torch.Tensor) 
     for num_rows in _cut(len(rows), max(1, PIECE_BYTES // row_bytes)):
         content = _read_joined(read, num_rows * row_bytes)
         piece = torch.frombuffer(content, dtype=stored.dtype).view(num_rows, *shape)
-        flat[done : done + num_rows].copy_(piece[every])
+        flat[done : done + num_rows].copy_(piece[every])  # at once: the next `read` overwrites what `piece` looks at
         done += num_rows
 
 
@@ -197,6 +203,7 @@ def _cut(length: int, step: int) -> Iterator[int]:
 
 
 def _require_unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    # json keeps the last of two, other readers may keep the first: one file would be two models.
     listed = list(pairs)
     entries = dict(listed)
     if len(entries) != len(listed):
@@ -206,6 +213,7 @@ def _require_unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_form(entry: Any) -> TensorForm:
     numbers = [*entry["shape"], *entry["data_offsets"]]
+    # By type, not isinstance: to Python `true` is an int.
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or len(entry["data_offsets"]) != 2:
         raise ValueError("no numbers")
     return TensorForm(DTYPES[entry["dtype"]], tuple(entry["shape"]))

@@ -1,8 +1,9 @@
-"""Number formats on one process: what FSDP2 does to parameters and gradients on many, without its wrapper.
+"""Number formats where nothing is sharded: what FSDP2 does to parameters and gradients, without its wrapper.
 
-The masters are fp32 and belong to the optimizer and to checkpoints. While something is computed, copies in the format
-of the computation stand in their place; their gradients are summed over micro batches in the format of the reduction
-and become fp32 again at the end of the step. So one process computes what many compute, bit by bit.
+That is one process, or tensor parallelism alone, which distributes parameters but knows no formats. The masters are
+fp32 and belong to the optimizer and to checkpoints. While something is computed, copies in the format of the
+computation stand in their place; their gradients are summed over micro batches in the format of the reduction and
+become fp32 again at the end of the step. So one process computes what many compute.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from kftrain.parallel.sharded import local
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, fitting: bool = False) -> list[Any]:
+def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, until_fit: bool = False) -> list[Any]:
     """Cast floating-point tensors that enter the model or one of these modules; return the handles of the hooks.
 
-    `fitting`: stop looking at a module's inputs once a call was given only tensors, also within tuples and the like, of
-    which none had to be cast; later ones are given the same types. Hooks cost a small model a tenth of its step.
+    `until_fit`: take a module's hook off after the first call in which all inputs are tensors and none had to be cast:
+    later calls are expected to give it the same types. Hooks cost a small model a tenth of its step.
     """
 
     def fits(value: Any) -> bool:
@@ -37,10 +38,12 @@ def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, fitt
 
     def cast_inputs_of(unit: nn.Module) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            values = tree_leaves((inputs, keywords)) if fitting else (*inputs, *keywords.values())
+            # Within tuples and the like, too, before the hook goes for good. Otherwise a look at the top is enough:
+            # what is no tensor there does not fit, and the whole tree is mapped.
+            values = tree_leaves((inputs, keywords)) if until_fit else (*inputs, *keywords.values())
             if not all(map(fits, values)):
                 return tree_map_only(torch.Tensor, cast, (inputs, keywords))
-            if fitting:
+            if until_fit:
                 handle.remove()
             return None
 
@@ -56,9 +59,10 @@ def list_slots(model: nn.Module) -> list[Slot]:
 
 
 class WorkingCopies:
-    """Copies of a model's parameters in the format of the computation; of a distributed one of this process's part.
+    """Copies of a model's parameters in the format of the computation.
 
-    The copies stay the same objects from step to step, because their hooks take the gradients.
+    The copy of a distributed parameter (tensor parallelism) is a plain tensor, of this process's part. The copies stay
+    the same objects from step to step, because their hooks take the gradients.
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
@@ -74,7 +78,7 @@ class WorkingCopies:
         for number, copy in enumerate(self._copies):
             if copy.requires_grad:
                 copy.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda changed, number=number: self._take_gradient(number, changed)
+                    lambda changed, number=number: self._take_gradient(number, changed)  # bound now, not by the loop
                 )
 
     @contextlib.contextmanager
@@ -105,5 +109,5 @@ class WorkingCopies:
 
 
 def _distribute_like(master: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Make a tensor that is distributed as `master` is, and is `part` on this process."""
+    """Make `part` this process's part of a tensor that is distributed as `master` is; leave it plain if that is."""
     return DTensor.from_local(part, master.device_mesh, master.placements) if isinstance(master, DTensor) else part

@@ -10,8 +10,8 @@ gradients instead of 2 (W - 1) / W. Parts are added in the order of the ranks, s
 Units of a model that only computes forward: FSDP2 gathers a unit into one buffer and copies the parameters out of it,
 gloo fills a buffer of its own first, and the buffer of the unit before is kept to the end of the next exchange: three
 units at a time. Here the large matrices of a unit are units of their own, all gathered where the unit's forward begins
-and freed where it ends. So whatever the unit does with its matrices it finds them whole; and only a single matrix is
-there several times.
+and freed where it ends. So whatever the unit does with its matrices it finds them whole; and the buffers of an exchange
+hold one matrix instead of a whole unit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class FullyShard:
     """True where there will be no backward pass: on CPUs a unit is then gathered in pieces, which takes less memory."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Make the parameters distributed tensors; offloaded, they are on the host. Raises ConfigError."""
+        """Make the parameters distributed tensors; offloaded, they are on the host.
+
+        Raises ConfigError for a parameter that has no dims, or is not contiguous.
+        """
         model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
         for name, parameter in model.named_parameters():
             if not parameter.dim() or not parameter.is_contiguous():
@@ -62,7 +65,8 @@ class FullyShard:
             "reshard_after_forward": self.sharding.reshard_after_forward,
             **({"offload_policy": CPUOffloadPolicy(pin_memory=True)} if self.offload else {}),
         }
-        distributed.needs_same_calls = True
+        distributed.needs_same_calls = True  # a unit is gathered when it is called, and gathering is collective
+        # When filled: filling puts new objects in the places of distributed parameters, which would not be watched.
         distributed.when_filled.append(functools.partial(_watch_used_parameters, distributed))
         distributed.before_micro_batch.append(functools.partial(self._prepare_micro_batch, model))
         on_cpu = distributed.mesh.world.device.type == "cpu"
@@ -73,7 +77,7 @@ class FullyShard:
             fully_shard(model.get_submodule(name), **options)
         fully_shard(model, **options)
         for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
-            unit.set_gradient_divide_factor(1.0)
+            unit.set_gradient_divide_factor(1.0)  # a sum: the loss is divided by the count of all terms already
             unit.set_force_sum_reduction_for_comms(True)  # or torch asks for a product, which gloo does not know
         if shape.shard > 1 and on_cpu:
             reduce_by_exchange(model)
@@ -96,11 +100,12 @@ def _watch_used_parameters(distributed: Distributed) -> None:
 
 
 class ExchangedSums:
-    """torch's protocol `ReduceScatter` for tensors on the CPU."""
+    """torch's protocol `ReduceScatter` for tensors on the CPU: each process is sent its part by all, and sums it."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        """Memory for received parts, as large as the largest unit; fresh memory costs as much time as the exchange."""
+        """Memory for received parts, which grows to the largest unit; fresh memory costs as much time as the exchange.
+        Bytes, which are viewed as whatever type a unit has."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate memory for what is reduced, or for the result."""
@@ -128,7 +133,10 @@ class ExchangedSums:
 
 
 def sum_rows(parts: torch.Tensor) -> torch.Tensor:
-    """Sum rows one after the other, `[W, n]` -> `[n]`, in fp32 at least. Changes the first row."""
+    """Sum rows one after the other, `[W, n]` -> `[n]`, in fp32 at least.
+
+    Rows of fp32 are added into the first one, which `parts` then no longer has.
+    """
     # In bf16 each of the W - 1 sums would be rounded; so it is rounded once, when the caller copies the result.
     first, *others = parts.unbind()
     total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first
@@ -162,7 +170,7 @@ def fully_shard_in_pieces(model: nn.Module, blocks: Sequence[str], options: dict
 def find_pieces(model: nn.Module, unit: nn.Module, others: Sequence[nn.Module]) -> list[nn.Module]:
     """List the modules below a unit, inner ones first, whose own parameters are large and of no other module.
 
-    `others`: The other units; the modules of those that are nested in this one are skipped.
+    `others`: The other units; where one is nested in this unit, its modules are skipped.
     """
     numbers = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     inner = {id(part) for other in others if other in set(unit.modules()) for part in other.modules()}
@@ -172,7 +180,7 @@ def find_pieces(model: nn.Module, unit: nn.Module, others: Sequence[nn.Module]) 
         return (
             module is not unit
             and id(module) not in inner
-            and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+            and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # FSDP2 refuses what has no forward
             and type(module).forward is not nn.Module.forward
             and all(numbers[id(parameter)] == 1 for parameter in module.parameters())  # a tied one has two homes
             and sum(parameter.nbytes for parameter in own) >= MIN_PIECE_BYTES

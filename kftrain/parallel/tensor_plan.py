@@ -1,23 +1,24 @@
-"""How a model says that it can be split over the processes of the axis `tensor`: names of modules -> kinds of parts.
+"""Reads a model's plan of how to split it over the processes of the axis `tensor`: names of modules -> kinds of parts.
 
-A model has `tensor_plan()`, which gives patterns of names -> a kind each; of two patterns that fit, the first counts:
+A model's method `tensor_plan()` maps patterns of modules' names to a kind; of two patterns that fit, the first counts:
 
     column      a linear layer whose outputs are split: each process has some rows of its matrix
     column/3    the same for three matrices that stand one below the other in one, such as query, key and value
     row         a linear layer whose inputs are split: what the processes make of their inputs is summed
-    vocabulary  an embedding: each process has the vectors of some of the tokens; called with vectors, as `logits`
+    vocabulary  an embedding: each process has the vectors of some of the tokens; where the model calls it with
+                activations, as its output layer, it gives what `logits` gives
     logits      a linear layer whose outputs the model returns as they are: each process has those of some classes
     gather      a module whose linear layers are given the same input: it is gathered once for all of them
     sequence    a module that computes on each place of a sequence alone, such as a norm
-    random      a dropout that does so: it draws what one process would draw
-    split       what enters this module is computed by all processes alike: each goes on with its part of the sequence
-    whole       what enters this module, and all that comes after it, is computed by all processes alike
+    random      a dropout between such modules: it drops what one process with the whole sequence would drop
+    split       a module before which all processes have the whole sequence: it is given this process's part of it
+    whole       a module before which each process has a part of the sequence: it is given all of it, gathered, and from
+                here on all processes compute alike
 
-The last process may have fewer tokens or classes than the others; all else has equal parts.
-`sequence`, `random`, `split` and `whole` tell where a process has a part of the sequence only; without sequence
-parallelism they do nothing. A module that no pattern fits is on each process as it is on one. `tensor_sizes()`, which a
-model need not have, gives the sizes that the number of processes must divide, by the names of their options;
-`sequence_length` among them is asked for with sequence parallelism only.
+The last process may have fewer tokens or classes than the others; all else has equal parts. A module that no pattern
+fits is on each process as it is on one. `sequence`, `random`, `split` and `whole` do nothing without sequence
+parallelism. A model may have `tensor_sizes()`, too: the sizes that the number of processes must divide, by the names of
+the model's options that set them; `sequence_length` among them counts with sequence parallelism only.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ class SplitModule:
 
 
 def read_plan(model: nn.Module, num_processes: int, sequence_parallel: bool) -> dict[str, SplitModule]:
-    """Map the name of each module that the model's plan names to how it is split. Raises ConfigError."""
+    """Map the name of each module that the model's plan names to how it is split.
+
+    `sequence_parallel` decides only whether the sequence length must divide. Raises ConfigError where the model has no
+    plan, or the plan does not fit it.
+    """
     method: Any = getattr(model, METHOD, None)
     if not callable(method):
         raise ConfigError(

@@ -81,7 +81,7 @@ class Formats:
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Cast what enters the blocks, and ask for copies of the parameters unless fp32 is computed and summed."""
         compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
-        cast_inputs(distributed.model, blocks, compute, fitting=compute == torch.float32)
+        cast_inputs(distributed.model, blocks, compute, until_fit=compute == torch.float32)
         if {self.compute, self.reduce} != {"fp32"}:
             # Made when the first step begins: by then the parameters have their values.
             copies = functools.cache(lambda: WorkingCopies(distributed.model, compute, reduce))
@@ -100,7 +100,7 @@ class Replicate:
         """Cast what enters the blocks, and let torch replicate the model; it must be on its device."""
         model, mesh = distributed.model, distributed.mesh
         compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
-        cast_inputs(model, blocks, compute, fitting=compute == torch.float32)
+        cast_inputs(model, blocks, compute, until_fit=compute == torch.float32)
         # The same group for the team: matrices that one process computes for all are those of these replicas.
         group = mesh.group(["replicate"])
         replicas = Replicas(model, group, mesh.world.device, compute, reduce)

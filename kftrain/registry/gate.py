@@ -25,7 +25,7 @@ LIMITS = {
     "memory_bytes": "memory in bytes",
     "export_bytes": "size in bytes",
 }
-"""Name of a cost -> its name in sentences; `registry.max_<name>` sets the limit."""
+"""Name of a figure that may have a limit, which `registry.max_<name>` sets -> its name in sentences."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Evidence:
 
     challenger: Interval
     num_groups: int
-    """Number of independent units (documents, images) behind the comparison."""
+    """Number of groups (documents, images) behind the comparison: the units that are independent of one another."""
     champion: Interval | None = None
     improvement: Interval | None = None
     """Paired difference at `confidence`, positive is better."""
@@ -51,7 +51,7 @@ class Evidence:
     reference_obstacle: str = ""
     """The reason why `reference` is missing although there is a reference set."""
     costs: Mapping[str, float] = field(default_factory=dict)
-    """Name of a limit (`latency_seconds` …) -> the measured value; unmeasured ones are left out."""
+    """Name of a figure of `LIMITS` (`latency_seconds` …) -> its measured value; unmeasured ones are left out."""
     obstacle: str = ""
     """The reason why `improvement` is missing although there is, or was, a champion; else empty."""
 
@@ -89,7 +89,10 @@ class Judgement:
 
 
 def choose_confidence(settings: RegistryConfig, number: int) -> float:
-    """Return the confidence level of the interval that decides the `number`-th try against a champion."""
+    """Return the confidence level of the interval that decides the `number`-th try against a champion.
+
+    All tries have the configured one unless `registry.correct_repeated_tries` is set.
+    """
     if not settings.correct_repeated_tries:
         return settings.confidence
     return significance.confidence_of_try(settings.confidence, number)
@@ -108,8 +111,9 @@ def decide(settings: RegistryConfig, evidence: Evidence) -> Decision:
 
     The challenger must also pass McNemar's test where that applies, must not be shown to be worse on a slice where
     slices are looked at, and must keep the limits; the first model must keep the limits, too. A person decides instead
-    if `registry.promotion` says so, if the champion cannot be compared with, or if fewer groups were compared than
-    `min_groups` or than differences so skewed need. The reason then says what the gate would have done.
+    if `registry.promotion` is `manual`, if the champion cannot be compared with, or if fewer groups were compared than
+    `min_groups`, or than differences with so long a tail need (`Interval.num_needed`). The reason then says what the
+    gate would have done.
     """
     leading = _check_improvement(settings, evidence)
     others = [
@@ -199,7 +203,8 @@ def _check_mcnemar(_: RegistryConfig, evidence: Evidence) -> list[GateReason]:
 def _check_slices(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
     """Return a reason against every slice on which the challenger is shown to be too much worse, or has no value.
 
-    Worst slices come first. If there is no such slice, a single reason speaks in favour.
+    Worst slices come first. If there is no such slice, a single reason speaks in favour. There are no reasons at all
+    where no limit is set, or nothing was compared.
     """
     limit = settings.max_slice_regression
     if limit is None or evidence.improvement is None:

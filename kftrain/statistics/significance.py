@@ -6,8 +6,8 @@ chapter 11) reaches any tail and knows how few units there are. Hall's transform
 removal of skewness by transformation", 1992) allows for a longer tail on one side. The gate takes the widest of these.
 
 Tries against one champion share a level: the k-th has level / (k (k + 1)), and 1/2 + 1/6 + 1/12 + ... = 1. So however
-many there are, known beforehand or not, all of them together promote a model that is no better at most with the level
-(Bonferroni's inequality, with unequal shares).
+many there are, known beforehand or not, the probability that any of them promotes a model that is no better is at most
+the level (Bonferroni's inequality, with unequal shares).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PairedTest:
     num_worse: int
     """Number of units where the champion alone is right."""
     p_value: float
-    """Probability of so many, or more, `num_better` if both were equally likely."""
+    """Probability of `num_better` or more among these units, if better and worse were equally likely."""
 
 
 def level_of_try(level: float, number: int) -> float:
@@ -46,14 +46,15 @@ def confidence_of_try(confidence: float, number: int) -> float:
 def jackknife_interval(value: float, left_out: np.ndarray, confidence: float) -> tuple[float, float]:
     """Return the outer bounds of Student's and of Hall's interval around `value`.
 
-    `left_out`: the value with one unit left out, `[units]`. The bounds are infinite if one unit alone decides whether
-    there is a value, or if there is only one.
+    `left_out`: the value with one unit left out, `[units]`; not finite where there is no value without that unit. Then,
+    and where there is only one unit, the bounds are infinite.
     """
     num_units = len(left_out)
     if num_units < 2 or not np.isfinite(left_out).all():
         return -np.inf, np.inf
     error = np.sqrt((num_units - 1) / num_units * np.square(left_out - left_out.mean()).sum())
     quantile, skew = t_quantile(num_units - 1, (1.0 - confidence) / 2.0), skewness(left_out)
+    # On the side of the shorter tail Hall's bound is nearer than Student's; on either side the farther one counts.
     below, above = (float(max(quantile, _hall(quantile, side * skew, num_units)) * error) for side in (1.0, -1.0))
     return value - below, value + above
 
@@ -61,7 +62,7 @@ def jackknife_interval(value: float, left_out: np.ndarray, confidence: float) ->
 def skewness(left_out: np.ndarray) -> float:
     """Compute the skewness of what each unit adds to a value, from the value with one unit left out, `[units]`.
 
-    It is 0 if the units do not differ.
+    It is 0 if the units do not differ by more than roundings.
     """
     with np.errstate(invalid="ignore"):  # a value that one unit alone determines
         mean, spread = left_out.mean(), float(left_out.std())
@@ -69,9 +70,10 @@ def skewness(left_out: np.ndarray) -> float:
 
 
 def num_units_needed(left_out: np.ndarray) -> int:
-    """Count the units that a mean with such a bad tail needs; 0 if it has them.
+    """Count the units that are needed behind a mean with a long tail on the bad, lower side; 0 if there are enough.
 
-    Cochran, "Sampling Techniques", 1977, page 42.
+    That is 25 times the square of a negative skewness; a long tail on the good side needs none. Cochran, "Sampling
+    Techniques", 1977, page 42.
     """
     needed = ceil(25.0 * min(0.0, skewness(left_out)) ** 2)
     return needed if needed > len(left_out) else 0
@@ -80,7 +82,7 @@ def num_units_needed(left_out: np.ndarray) -> int:
 def _hall(quantile: float, skew: float, num_units: int) -> float:
     """Solve T + skew T^2 / 3 + skew^2 T^3 / 27 + skew / 6n = t for T, which replaces the quantile t of Student's t.
 
-    T and t are both divided by sqrt(n) there.
+    Both T and t are divided by sqrt(n) in this equation, where n is `num_units`.
     """
     shifted = quantile / sqrt(num_units) - skew / (6.0 * num_units)
     root = float(np.cbrt(1.0 + skew * shifted))

@@ -1,13 +1,15 @@
 """Compares a model whose matrices are split with the whole one: outputs, loss and gradients must be the same.
 
-Weights are drawn for it, none zero and no two alike: behind a projection that begins at zero no gradient would show a
-mistake. It trains, but drops nothing: each process must draw for itself between a column and its row, where it has a
-part, and nowhere else. Products of each tensor with random vectors are compared, so that no process keeps a gradient,
-or needs what another one has.
+The weights are drawn for this test alone, none zero and no two alike: behind a projection that begins at zero no
+gradient would show a mistake. The model is in training mode, but its dropouts drop nothing, since the masks of parts
+are not the mask of the whole. Instead it is compared who draws: each process for itself between a column and its row,
+where it has some of the features, and all processes alike everywhere else. Tensors are compared by a few products with
+random vectors, so that no process keeps a gradient, or is sent another's.
 
-All processes of the axis compute the whole model, too, but the first one with weights that are changed by a millionth.
-So it is known how far each number moves by roundings alone, which is more in a deep model, and in a gradient that is
-zero but for roundings is all of it; what moves further is refused.
+Every process of the axis computes the whole model, too: the first one with the same weights, all others with weights
+that are changed by a millionth. What these numbers differ by shows how far roundings alone move each of them: further
+in a deep model, and a gradient that is zero but for roundings by all of it. A split model that differs by much more is
+refused.
 """
 
 from __future__ import annotations
@@ -41,22 +43,25 @@ from kftrain.train.probe import Lender, lend_attributes
 from kftrain.train.step import compute_loss_sum, receive_tensors
 
 CHANGE = 2.0**-20
-"""Relative change of each weight: sixteen times what fp32 resolves, more than what another order of sums does to it."""
+"""Relative change of each weight in all runs of the whole model but the first: sixteen times what fp32 resolves."""
 
 MAX_RATIO = 100.0
-"""Largest accepted ratio of a number's move to its move by that change; mere roundings move five times as far."""
+"""Largest accepted ratio of what splitting changes to what `CHANGE` does. Of gradients that are zero but for roundings
+it was seen to be five."""
 
 MAX_DIFFERENCE = 1e-5
-"""Difference, relative to the tensor, that is accepted however little the change has moved it."""
+"""Difference, relative to a tensor's products, that is accepted on top, however little `CHANGE` has moved them."""
 
 NUM_PRODUCTS = 8
-"""Products of each tensor: that all of them are small where tensors differ does not happen by chance."""
+"""Number of products of each tensor: two tensors that differ do not agree in all of them by chance."""
 
 Label = tuple[str, str, int]
-"""Name of a module or a parameter; `output`, `mask`, `loss` or `gradient`; and a number where there are several."""
+"""Name of a module or a parameter; `output`, `loss`, `gradient`, or `mask` (who draws a dropout's mask: each process
+for itself, or all alike); and a number where there are several."""
 
 Record = dict[Label, list[list[float]]]
-"""Label -> products, in the order of computation; of a whole model one list for the part of each process."""
+"""Label -> products, in the order of computation: of a split model this process's, in a list of one; of a whole model a
+list for the part of each process."""
 
 
 def require_same_as_whole(
@@ -69,10 +74,21 @@ def require_same_as_whole(
     units: Sequence[str],
     seed: int,
 ) -> None:
-    """Compare the split model with the whole one. Collective.
+    """Refuse a plan under which the split model computes other numbers than the whole one. Collective.
 
-    `model`: not split yet, and not afterwards; `names`: of its blocks, `units`: of those that are lent weights by call.
-    Raises ConfigError with the first module, in order of execution or of backward, that shows other numbers.
+    Args:
+        model: The whole model; it is split for the comparison only.
+        task: Computes the loss.
+        micro: Rows to try, of which the first few are taken; the same on all processes of the axis.
+        mesh: Layout with the axis `tensor`.
+        splitting: The transform that splits the model.
+        names: Names of the model's blocks.
+        units: Names of the blocks that borrow their weights for the time of each call (`probe.Lender`).
+        seed: Seed of the run.
+
+    Raises ConfigError on all processes where the model's output, the loss, a gradient or the drawer of a dropout's mask
+    differs. The output of an inner module does not count by itself; but the error names what differs first, in the
+    order of execution.
     """
     group, size, device = mesh.group([AXIS]), mesh.shape.tensor, mesh.world.device
     plan = read_plan(model, size, splitting.sequence_parallel)
@@ -86,20 +102,23 @@ def require_same_as_whole(
                 lent.append(parameter)
                 parameter.register_hook(functools.partial(seen.take_gradient, name))  # type: ignore[no-untyped-call]
 
+        # Made anew for each pass: for the split model the parameters are parts by now, and so are the lent weights.
         lender = Lender(cast(Any, _Weights(model, change)), units, watch)
         with probe.lend_copies(model, device, torch.float32, lender), seen:
             for name, module in model.named_modules():
                 module.register_forward_pre_hook(functools.partial(seen.begin, name, plan.get(name)))
                 if name not in plan or plan[name].num_matrices == 1:  # a part of several matrices is no slice of them
                     module.register_forward_hook(functools.partial(seen.take_output, name))  # as lent as all else
-            with probe.isolate((seed, mesh.data_rank), device):
+            with probe.isolate((seed, mesh.data_rank), device):  # by the data rank: alike on all processes of the axis
                 loss = compute_loss_sum(
                     model, task, receive_tensors(task, probe.take_first_rows(micro, probe.ROWS), device)
                 )
             seen.take("", "loss", loss)
-            torch.autograd.grad(loss, lent, allow_unused=True)
+            torch.autograd.grad(loss, lent, allow_unused=True)  # the hooks see the gradients, and nothing keeps them
         return seen.record
 
+    # Splitting replaces parameters and forwards, which are attributes of the modules: at the end of the block all are
+    # back. The split pass comes first, since the whole one cuts its tensors by the shapes that it has noted.
     with lend_attributes(model):
         distributed = Distributed(model, mesh)
         splitting.apply(distributed, names)
@@ -114,11 +133,14 @@ def require_same_as_whole(
 class _Recording(TorchFunctionMode):
     """Records the numbers of a pass: of a split model its own, of a whole one the part of each process.
 
-    Within it dropout drops nothing, since a mask of parts is not one of the whole. All else draws alike in both.
+    Within it dropouts return what they are given, and attention drops nothing.
     """
 
     def __init__(self, own_shapes: dict[Label, torch.Size], num_parts: int) -> None:
-        """Record a pass. `own_shapes`: of this process's parts; the split model's pass, the first one, notes them."""
+        """Record a pass: of a split model where `num_parts` is 1, else of a whole one, cut into so many parts.
+
+        `own_shapes`: shapes of this process's parts; the split model's pass, the first one, fills it.
+        """
         super().__init__()
         self.record: Record = {}
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -136,7 +158,9 @@ class _Recording(TorchFunctionMode):
         return function(*args, **{key: 0.0 if key == "dropout_p" else value for key, value in keywords.items()})
 
     def begin(self, name: str, part: SplitModule | None, *_: Any) -> None:
+        """Note that a module's forward begins. `part`: the plan's entry for it."""
         self._module = name
+        # From a column on a process has features of its own, and draws for itself; a row brings all together again.
         if part is not None and part.kind in ("column", "row"):
             self._draws_apart = part.kind == "column"
 
@@ -146,24 +170,31 @@ class _Recording(TorchFunctionMode):
                 self.take(name, "output", leaf)
 
     def take_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Record the gradient of a parameter; return zeros that take no memory, to be kept in its place."""
         self.take(name, "gradient", gradient)
         # Autograd keeps what it is given back to the end of the pass: a zero without memory instead of the gradient.
         return gradient.new_zeros(()).expand(gradient.shape)
 
     def take(self, name: str, kind: str, tensor: torch.Tensor) -> None:
+        """Record the products of a tensor, or of its parts where this is the whole model's pass."""
         label = (name, kind, self._counts[name, kind])
         self._counts[name, kind] += 1
         own_shape = self._own_shapes.setdefault(label, tensor.shape)
-        if kind == "mask":  # whether each process draws its own; of the whole model, whether it must
+        if kind == "mask":
+            # Of the split model: whether each process draws a mask of its own. Of the whole one: whether it must, since
+            # what it drops of is a part on each process.
             tensor = torch.tensor(self._draws_apart if self._num_parts == 1 else tensor.shape != own_shape)
             own_shape = tensor.shape
         parts = _cut_parts(tensor.detach().float(), own_shape, self._num_parts)
-        products = [_make_products(part) for part in dict.fromkeys(parts)]
+        products = [_make_products(part) for part in dict.fromkeys(parts)]  # a copy that all have is one object: once
         self.record[label] = products * (len(parts) // max(len(products), 1))
 
 
 def _cut_parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[torch.Tensor]:
-    """Cut a tensor into the parts of `count` processes; return none where this one's, of `shape`, is no slice."""
+    """Cut a tensor into the parts of `count` processes; return none where a part of `shape` is no slice along a dim.
+
+    Where a part has the shape of the whole, each process has all of it.
+    """
     odd = [dim for dim, length in enumerate(whole.shape) if shape[dim : dim + 1] != (length,)]
     if not odd or count == 1:
         return [whole] * count
@@ -172,7 +203,8 @@ def _cut_parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[t
 
 
 def _make_products(tensor: torch.Tensor) -> Any:
-    """Return NUM_PRODUCTS numbers: products of two random vectors with the tensor, as a matrix, between them."""
+    """View the tensor as a matrix M; return u M v for NUM_PRODUCTS pairs of random vectors u and v."""
+    # The seed is the same everywhere: products with other vectors could not be compared.
     matrix = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.randn(NUM_PRODUCTS, length, generator=draw).to(tensor.device) for length in matrix.shape)
@@ -183,13 +215,17 @@ class _Weights:
     """Draws weights of which none is zero and no two are alike; for a split model this process's part of each."""
 
     def __init__(self, model: nn.Module, change: int) -> None:
-        """Remember the shapes. `change`: 0 for none, or the seed of a relative change by `CHANGE`."""
+        """Remember how the parameters are cut. `change`: 0 for none, or the seed of a relative change by `CHANGE`."""
         self.places = places_of(model)
         self._change = change
         self._parameters = {name: stored_parameter(slots[0]) for name, slots in self.places.items()}
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
-        """Draw a weight: matrices keep the size of what passes through them; gains and biases are about one."""
+        """Draw a weight: matrices keep the size of what passes through them; gains and biases are about one.
+
+        Return this process's part of it.
+        """
+        # Seeded by the name: each process draws the same whole weight for the split model and for the whole one.
         shape = self._parameters[name].shape
         draw = torch.Generator(device).manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
         if len(shape) < 2:
@@ -204,7 +240,10 @@ class _Weights:
 
 
 def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters) -> None:
-    """Compare the records of all processes of the axis, in order of rank. Raises ConfigError."""
+    """Compare the records of all processes of the axis, in order of rank. Raises ConfigError.
+
+    Warns only where the whole model's loss is not finite: then there is nothing to compare.
+    """
     # whole[0] is the reference; the others computed the same with changed weights, and show how far roundings go.
     size, first, nothing = len(whole), whole[0], [[0.0] * NUM_PRODUCTS] * len(whole)
     if not all(map(math.isfinite, first["", "loss", 0][0])):
@@ -215,6 +254,8 @@ def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters)
         own = [record.get(label, nothing)[0] for record in split]
         share = copied.share_of(label[0]) if label[1] == "gradient" else None
         if share is not None:
+            # A copy's gradient becomes whole at the end of a step only. Products are linear: those of the sum are the
+            # sum of the processes' products.
             own = [[share * sum(values) for values in zip(*own, strict=True)]] * size
         for rank, reference in enumerate(references if math.isfinite(sum(map(sum, references))) else []):
             moved = max(math.dist(reference, record.get(label, nothing)[rank]) for record in whole[1:])
