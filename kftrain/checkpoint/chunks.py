@@ -55,6 +55,7 @@ class StoredChunks:
         if not form.shape:
             yield self._read_chunk(name, chunks[0])
             return
+        # From where one chunk begins to where the next does: a chunk that fills such a range needs no copy.
         starts = sorted({0, *(int(chunk.offsets[0]) for chunk in chunks)})
         for first, last in zip(starts, [*starts[1:], form.shape[0]], strict=True):
             touching = [c for c in chunks if c.offsets[0] < last and first < c.offsets[0] + c.sizes[0]]
@@ -90,7 +91,7 @@ class StoredChunks:
         """Read one chunk. What stands in the file is unpickled in torch's safe way, as DCP does it."""
         index = MetadataIndex(self._prefix + name, chunk.offsets)
         place: Any = (self._metadata.storage_data or {}).get(index)
-        if place is None or place.transform_descriptors:
+        if place is None or place.transform_descriptors:  # transformed: none of ours is
             raise CheckpointError("the checkpoint does not say where a tensor lies", where=self._uri, value=name)
         with storage.open_read(storage.join(self._uri, place.relative_path)) as stream:
             content: Any = _create_file_view(stream, place.offset, place.length)  # type: ignore[arg-type]

@@ -186,6 +186,8 @@ def _build_empty(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Modul
 
     try:
         model = construct_empty(construct)
+        # What a constructor has computed from weights without values, and no file holds, must be computed: build it
+        # once more, with memory.
         return (model if is_fillable(model) else construct()).eval()
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
         what = f"{DESCRIPTION} describes no model that can be built: {error}"
@@ -261,6 +263,8 @@ def limit_parameters(num_bytes: int, where: str) -> Iterator[None]:
     """
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
+    # The hook is for the whole process: models that other threads build do not count. A weak reference beside the id,
+    # which Python gives to another object once the parameter is gone.
     thread, left = threading.get_ident(), num_bytes
     seen: dict[int, weakref.ref[nn.Parameter]] = {}
 

@@ -114,6 +114,7 @@ def open_tensors(uri: str, manifest: ExportManifest, world: World | None = None)
 
 
 def _open_files(uri: str, manifest: ExportManifest, stack: contextlib.ExitStack) -> ExportTensors:
+    # One buffer for all files: each piece is copied to where it goes before the next one is read.
     buffer, entries = memoryview(bytearray(PIECE_BYTES)), list_tensor_entries(uri, manifest.files)
     return ExportTensors(uri, [_OpenFile(uri, name, entry, stack, buffer) for name, entry in entries.items()])
 
@@ -128,11 +129,12 @@ class _OpenFile:
         self._buffer = buffer
         self._digest = hashlib.sha256()
         self._is_hashed = True
-        commit.require_size(self.uri, entry)
+        commit.require_size(self.uri, entry)  # first: the header is held against so many bytes
         try:
             self._stream = stack.enter_context(storage.open_read(self.uri))
         except FileNotFoundError as error:
             raise CheckpointError("a file is missing", where=self.uri) from error
+        # By `_read`, so that the header is hashed as the tensors are.
         self.tensors: dict[str, StoredTensor] = read_header(self._read, entry.bytes, self.uri)
 
     def load_all(self, wanted: Mapping[str, WantedPart]) -> None:
@@ -154,7 +156,7 @@ class _OpenFile:
 
     def load_parts(self, wanted: Mapping[str, WantedPart]) -> None:
         """Read what is wanted, and no more; the digest was checked before, by some process."""
-        self._is_hashed = False
+        self._is_hashed = False  # parts are read out of order, and not all of them
         for name, stored in self.tensors.items():
             if own := wanted.get(name):
                 row_bytes, rows = row_range(stored.form, own.part)

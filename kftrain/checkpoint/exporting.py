@@ -161,7 +161,7 @@ def _write_file(chunks: Any, names: list[str], uri: str) -> FileEntry:
     with storage.simplify_errors(uri, "the export could not be written"), storage.open_write(uri) as stream:
         hashing = HashingStream(stream)
         hashing.write(encode_header(forms))
-        for name in sort_names(forms):
+        for name in sort_names(forms):  # the order that the header has promised
             for rows in chunks.rows(name):
                 hashing.write(contents_of(rows))
     return hashing.entry

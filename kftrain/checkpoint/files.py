@@ -41,6 +41,7 @@ class CheckpointFiles(filesystem.FileSystemBase):
             elif uri.endswith(TEMPORARY_SUFFIX):
                 with io.BytesIO() as held:
                     yield held
+                    # Only where all of it was written: an error leaves nothing that `rename` could publish.
                     self._held[uri] = held.getvalue()
             else:
                 with self._open_hashing(uri) as hashing:
@@ -120,6 +121,7 @@ class HashingStream:
         except Exception as error:  # of any driver: torch raises another one in its place
             self.error = self.error or error
             raise
+        # Only now: the digest is of bytes that the stream has taken.
         self._digest.update(content)
         num_bytes = memoryview(content).nbytes
         self._num_bytes += num_bytes

@@ -77,6 +77,7 @@ class ModelSlots:
         `model`: what became of the one that the slots are of. `on_host`: in the host's memory, whatever the device.
         """
         device = initialize.HOST if world is None or on_host else world.device
+        # Where and how large a part is says the model as it is now; what it is called says the one that was built.
         parts = {name: part_of(initialize.stored_parameter(slots[0])) for name, slots in self.places.items()}
         values = {name: torch.empty(part[1], dtype=torch.float32, device=device) for name, part in parts.items()}
         buffers = self._empty_buffers()
@@ -103,7 +104,7 @@ class ModelSlots:
 
     @torch.no_grad()
     def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, value in values.items():
+        for name, value in values.items():  # into the buffer itself: whoever else holds it sees the values
             self._buffer(name).copy_(value)
 
     def _name_in(self, forms: Mapping[str, TensorForm], first: str) -> str:
@@ -128,6 +129,7 @@ def is_fillable(model: nn.Module) -> bool:
 
 
 def _kept_tensors(model: nn.Module) -> dict[str, KeptTensor]:
+    # With duplicates: an export has a tied tensor under one of its names, and it need not be the first one here.
     saved = set(model.state_dict())
     both = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first_names: dict[int, str] = {}

@@ -55,6 +55,7 @@ def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | 
     while uri := world.from_main(_find_newest(paths, damaged) if world.is_main else None):
         problem = next(filter(None, world.gather_slowly(_find_problem(uri, identity, world))), None)
         if problem is None:
+            # Read by each process for itself: all have just verified that these are the bytes of one commit.
             manifest, digest = commit.read_checkpoint_manifest(uri)
             history = storage.read_json(storage.join(uri, commit.HISTORY))
             if world.is_main:  # only now that another one is sound: if all are damaged, all are left as they are

@@ -57,6 +57,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return PurePosixPath
         if (module, name) == ("builtins", "getattr"):
             return _member
+        # Dtypes by what they are, since they are many, and whatever has this type runs nothing.
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in ALLOWED and not is_dtype:
             raise CheckpointError(
@@ -82,7 +83,9 @@ class _SafeMetadata:
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):
             raise CheckpointError("the metadata is none", value=type(metadata).__name__)
+        # Here, where each process reads it: none opens a file whose digest nobody has checked.
         _require_own_files(metadata, self.files)
+        # As DCP's own reader does, which this method replaces.
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

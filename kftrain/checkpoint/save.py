@@ -226,6 +226,7 @@ class CheckpointWriter:
 
     def _write_files(self, staged: State, uri: str) -> tuple[dict[str, FileEntry], Problem | None]:
         """Write this process's share; return what it wrote, or on all processes the same problem."""
+        # DCP gathers the errors of all processes and raises them on each: so all return a problem, or none does.
         writer = _Writer(uri)
         try:
             dcp.state_dict_saver.save(staged, storage_writer=writer, process_group=self._world.background)

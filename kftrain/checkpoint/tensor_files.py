@@ -118,7 +118,7 @@ def read_header(read: Read, num_bytes: int, where: str) -> dict[str, StoredTenso
     # Before any of it is read: the length is whatever eight bytes somebody has written.
     if length > min(num_bytes - 8, MAX_HEADER_BYTES):
         raise _damage_error("its header is longer than it may be", where, length)
-    content = b"".join(bytes(read(size)) for size in _cut(length, PIECE_BYTES))
+    content = b"".join(bytes(read(size)) for size in _cut_length(length, PIECE_BYTES))
     try:
         entries = json.loads(content, object_pairs_hook=_require_unique)
         entries.pop("__metadata__", None)
@@ -172,7 +172,7 @@ def copy_part(stored: TensorForm, part: Part, read: Read, target: torch.Tensor) 
     inner = () if is_contiguous else tuple(slice(a, a + n) for a, n in zip(offsets[1:], sizes[1:], strict=True))
     every = (slice(None), *inner)
     flat, done = target.view(-1) if is_contiguous else target, 0
-    for num_rows in _cut(len(rows), max(1, PIECE_BYTES // row_bytes)):
+    for num_rows in _cut_length(len(rows), max(1, PIECE_BYTES // row_bytes)):
         content = _read_joined(read, num_rows * row_bytes)
         piece = torch.frombuffer(content, dtype=stored.dtype).view(num_rows, *shape)
         flat[done : done + num_rows].copy_(piece[every])  # at once: the next `read` overwrites what `piece` looks at
@@ -181,7 +181,7 @@ def copy_part(stored: TensorForm, part: Part, read: Read, target: torch.Tensor) 
 
 def pass_over(num_bytes: int, read: Read) -> None:
     """Read bytes of which nothing is wanted."""
-    for size in _cut(num_bytes, PIECE_BYTES):
+    for size in _cut_length(num_bytes, PIECE_BYTES):
         read(size)
 
 
@@ -190,14 +190,14 @@ def _read_joined(read: Read, num_bytes: int) -> Any:
     if num_bytes <= PIECE_BYTES:
         return read(num_bytes)
     whole, done = bytearray(num_bytes), 0
-    for size in _cut(num_bytes, PIECE_BYTES):
+    for size in _cut_length(num_bytes, PIECE_BYTES):
         whole[done : done + size] = read(size)
         done += size
     return whole
 
 
-def _cut(length: int, step: int) -> Iterator[int]:
-    """Yield the lengths of the pieces of a length."""
+def _cut_length(length: int, step: int) -> Iterator[int]:
+    """Yield the lengths of the pieces that a length is cut into."""
     for start in range(0, length, step):
         yield min(step, length - start)
 

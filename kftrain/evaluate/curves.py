@@ -63,6 +63,7 @@ def roc(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, float] | None:
     others, own = (np.concatenate([[0], np.cumsum(row[::-1])]) for row in table)
     if not others[-1] or not own[-1]:
         return None
+    # Trapezoids: of samples in one bin, which are tied, half count as ordered right.
     across, up = others / others[-1], own / own[-1]
     return across, up, float((np.diff(across) * (up[1:] + up[:-1]) / 2).sum())
 

@@ -1,4 +1,4 @@
-"""When two evaluations may be compared: an equal evaluation digest. Imports no torch."""
+"""Decides which evaluations may be compared: those of an equal evaluation digest. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is spread over the processes of an evaluation: as in its training, where it is large.
+"""Spreads a model over the processes of an evaluation: as in its training, where it is large.
 
 A model whose weights are small is copied to each process, which is the fastest: no process waits for another. A larger
 one is spread as the section `parallel` says. Another model that cannot be spread so (it has no plan for its matrices,

@@ -1,4 +1,4 @@
-"""What the exported model costs: the time of a forward pass with one sample and with a batch, and the memory it takes.
+"""Measures what the exported model costs: the time of a forward pass, with one sample and with a batch, and memory.
 
 Measured by one process, with the threads and on the device of the evaluation. The rows are those of the data, decoded
 beforehand; from tensors on the CPU to an output on the device that is ready.
@@ -58,13 +58,13 @@ def measure_performance(
         cpu_threads=torch.get_num_threads(),
         num_passes=len(batch),
         batch_size=size,
-        latency_seconds=spread([seconds for seconds, _ in one]),
-        batch_latency_seconds=spread([seconds for seconds, _ in batch]),
-        memory_bytes=spread(memory) if memory else None,
+        latency_seconds=measure_spread([seconds for seconds, _ in one]),
+        batch_latency_seconds=measure_spread([seconds for seconds, _ in batch]),
+        memory_bytes=measure_spread(memory) if memory else None,
     )
 
 
-def spread(values: list[float]) -> Spread:
+def measure_spread(values: list[float]) -> Spread:
     """Compute the median and the outer percentiles of some values."""
     low, median, high = np.percentile(values, (LOW, 50, HIGH))
     return Spread(median=float(median), low=float(low), high=float(high))
@@ -89,11 +89,12 @@ def _passes(
             _, inputs = prepare(task, arrays, device)
             with user_code("model.forward"):
                 output_of(model, inputs)
-            if device.type == "cuda":
+            if device.type == "cuda":  # the host only asks for the pass: it is over when the device says so
                 torch.cuda.synchronize(device)
 
         with evaluating(model), torch.no_grad():
             costs.append(_measure_pass(run, device))
+        # Where processes share the model, each pass is collective: by its own clock one would stop before the others.
         if agree(len(costs) > MIN_PASSES and time.monotonic() > until):
             break
     return costs[1:]

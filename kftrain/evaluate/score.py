@@ -203,6 +203,7 @@ def _read_ahead(task: TrainingTask, dataset: ValidationRows, batches: _Batches, 
         context = contextvars.copy_context()  # it says how long a call waits for storage; threads start without it
         return threads.start(lambda: context.run(read, place), "evaluation-reader")
 
+    # One at a time: the next is begun when the one before is there, so at most two batches are in memory.
     ahead = begin(0) if numbers else None
     for place in range(len(numbers)):
         assert ahead is not None
@@ -216,6 +217,7 @@ def _gather_on_main(measured: Sequence[Tensors], batches: _Batches, mesh: Mesh) 
     names = sorted(measured[0])
     if any(theirs != names for theirs in mesh.world.gather(names)):
         raise UserCodeError("must have the same names on all processes", where="task.statistics", value=names)
+    # Of one size on all processes, as `gather_on_main` asks for: places without a batch stay 0, and nobody reads them.
     own = torch.zeros(len(names), batches.num_rounds * batches.size, dtype=torch.float64)
     for row, name in enumerate(names):
         values = torch.cat([batch[name] for batch in measured])

@@ -213,6 +213,7 @@ def _score(
             with_tallies=True,
         )
     if scores is None:
+        # Beside the first process (`_summarize`): the same forward passes in the same order, or it would wait for ever.
         if spread.is_shared:
             numbers = world.gather_slowly(None)[0]
             examples.show(task, spread.model, rows, numbers, settings.batch_size, world.device)

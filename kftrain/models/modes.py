@@ -23,7 +23,7 @@ def begin_training(model: nn.Module) -> list[str]:
     """
     kept = {name: module for name, module in model.named_modules() if model.training and not module.training}
     model.train()
-    for module in kept.values():
+    for module in kept.values():  # not by `eval()`, which would reach children that are in training mode
         module.training = False
     return [name for name in kept if name.rpartition(".")[0] not in kept]
 

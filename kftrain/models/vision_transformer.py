@@ -96,6 +96,8 @@ class VisionTransformer(nn.Module):
 
     def tensor_plan(self) -> dict[str, str]:
         """Map modules to the way in which their matrices are split: see `parallel/tensor_plan.py`."""
+        # Patches are embedded whole, with their positions; the blocks have parts of them, up to the norm, behind which
+        # the mean is over all patches.
         return {
             "layers.*norm": "sequence",
             "layers.*.qkv": "column/3",

@@ -1,1 +1,1 @@
-"""How a model and a batch are spread over processes; knows no configuration file, no task and no checkpoint."""
+"""Spreads a model and a batch over processes; knows no configuration file, no task and no checkpoint."""

@@ -41,6 +41,7 @@ class GlobalBatchNorms:
         if mesh.num_data_ranks > 1:
             for name, module in norms:
                 _require_known(name, module)
+        # Norms in evaluation mode keep torch's forward: running statistics need nothing of the other processes.
         self._norms = {name: norm for name, norm in norms if norm.training and type(norm).forward in KNOWN_FORWARDS}
         self.buffer_names = {f"{name}.{key}".lstrip(".") for name, norm in self._norms.items() for key in norm._buffers}
         """Names of the buffers that a forward pass changes: alike on all processes once they are connected."""
@@ -91,12 +92,12 @@ class GlobalBatchNorms:
             )
         shape, dims = [1, -1, *[1] * (x.dim() - 2)], [dim for dim in range(x.dim()) if dim != 1]
         rows = self._weights_of(x).view(-1, *[1] * (x.dim() - 1))
-        values = x.float()
+        values = x.float()  # a sum of many rows in bf16 would stop growing
         count = rows.sum() * (x[0, 0].numel() if x.dim() > 2 else 1)
         # Two exchanges, the mean first: the variance from sums of values and squares in one would be the difference of
         # two large numbers. The count travels with the sums, since the host does not know which rows count elsewhere.
         sums = self._sum_over_all(torch.cat([(values * rows).sum(dims), count.view(1)]))
-        count = sums[-1].detach()
+        count = sums[-1].detach()  # counts depend on no parameter
         mean = sums[:-1] / count
         centred = values - mean.view(shape)
         variance = self._sum_over_all((centred.square() * rows).sum(dims)) / count

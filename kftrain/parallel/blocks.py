@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded, and may be recomputed, as units of their own.
+"""Chooses the modules of a model that are sharded, and may be recomputed, as units of their own.
 
 A unit is gathered when its forward begins. All processes must gather the same ones in the same order: where one of them
 calls another module, each would compute with half of what the other asked for. So a unit is what the model's `blocks()`
@@ -51,6 +51,7 @@ def find_candidates(model: nn.Module) -> Candidates:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) or (name == "blocks" and isinstance(module, nn.Sequential))
     ]
+    # Elements of an outer list contain the inner lists: the larger units need fewer exchanges.
     ordered = sorted(lists, key=lambda pair: (pair[0], -len(pair[1])))
     return Candidates(False, [names for _, names in ordered if names and not _find_obstacle(model, names)])
 
@@ -63,6 +64,7 @@ def choose_blocks(candidates: Candidates, seen: Sequence[Calls]) -> list[str]:
     if candidates.declared:
         _require_called(candidates.lists[0], seen)
         return candidates.lists[0]
+    # Where none will do, the whole model is one unit: that is right in any case, and takes the most memory.
     return next((names for names in candidates.lists if _are_called_once(names, seen)), [])
 
 

@@ -95,6 +95,7 @@ class CombinedBuffers:
         total = share.clone()
         dist.all_reduce(total)
         weight = torch.where(total > 0, share / total, 1 / self._world.size)
+        # In the order of the model's buffers, which all processes share: each of them is one exchange.
         for name, (module, key, how) in self._slots.items():
             buffer = module._buffers[key]
             assert buffer is not None, name

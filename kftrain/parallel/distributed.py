@@ -95,6 +95,7 @@ class Distributed:
 
     def agree(self, sum_over_all: Callable[[list[float]], list[float]]) -> None:
         """Sum the numbers of all agreements at once, even if there are none, and settle them. Collective."""
+        # One exchange for all, and that in any case: the loop sums its own numbers in it, whoever has agreements.
         numbers = [agreement.take() for agreement in self.agreements]
         sums = sum_over_all([number for own in numbers for number in own])
         for agreement, own in zip(self.agreements, numbers, strict=True):

@@ -103,7 +103,7 @@ class WorkingCopies:
         assert copy.grad is not None
         if number in self._sums:
             self._sums[number] += copy.grad
-        else:
+        else:  # `to` may return the gradient itself; it is the sum's alone once the copy has let go of it below
             self._sums[number] = copy.grad.to(self._reduce)
         copy.grad = None
 

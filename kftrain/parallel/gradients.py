@@ -136,6 +136,7 @@ def has_copies(parameters: Iterable[torch.Tensor]) -> bool:
 def _is_counted(parameter: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return True
+    # Along an axis that the norm is summed over, a copy would count once for each process: only the first one's does.
     mesh = parameter.device_mesh
     places = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), parameter.placements, strict=True)
     return not any(axis in NORM_AXES and place and placement.is_replicate() for axis, place, placement in places)

@@ -99,7 +99,7 @@ class Drawn:
             # Seeded by the name: what a parameter gets depends on no other one, so neither on order nor on layout.
             digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
             self._init(name, parameter, seed_all(int.from_bytes(digest[:8], "little") >> 1, device))
-        if parameter.sum().isnan():
+        if parameter.sum().isnan():  # a number that was not filled is NaN, and one makes the sum so
             raise UserCodeError(
                 "gives no value to all of a parameter", where="model.init_weights", value=name, fix="fill it in place"
             )
@@ -108,12 +108,12 @@ class Drawn:
     def fill(self, model: nn.Module, on_host: bool = False) -> None:
         """Draw one parameter at a time; the whole of it is there until this process's part is cut out."""
 
-        def cut(name: str, part: Part) -> torch.Tensor:
+        def draw_part(name: str, part: Part) -> torch.Tensor:
             whole = self.whole(name, torch.device("cpu"))
             return whole if whole.shape == part[1] else whole[index_in(part)].clone()  # a view would keep the whole
 
-        with isolate_generators():
-            fill_parts(model, self.places, cut, HOST if on_host else self._device)
+        with isolate_generators():  # `whole` seeds all generators, and training must not go on from the last seed
+            fill_parts(model, self.places, draw_part, HOST if on_host else self._device)
 
 
 class Scattered:
@@ -301,7 +301,7 @@ def share_tensors(model: nn.Module, world: World) -> None:
             where="model",
             fix="register what does not depend on the weights as a buffer",
         )
-    for tensor in dict.fromkeys([*model.buffers(), *attributes]):
+    for tensor in dict.fromkeys([*model.buffers(), *attributes]):  # each object once, in the order of the modules
         if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized:
             world.copy_from_main(tensor)
 
@@ -337,6 +337,7 @@ def fill_parts(
         empty = stored_parameter(slots[0])
         value = local(name, part_of(empty)).to(device)
         if isinstance(empty, DTensor):
+            # Not by from_local, which would bring an offloaded part back to the mesh's device.
             put_all(slots, parameter_like(empty, _DTensor(value, empty._spec, requires_grad=False)))
         else:  # the same object: torch's replicas have it already
             give_memory(empty, value)
@@ -371,7 +372,7 @@ def construct_empty(construct: Callable[[], nn.Module], says_so: bool = False) -
     try:
         with take_memory_of_parameters(), contextlib.redirect_stderr(written):
             model = construct()
-    except UserCodeError:
+    except UserCodeError:  # perhaps because it reads weights, which have no values; if not, it is raised again
         model = construct()
         if says_so:
             to_log("the model's constructor reads its weights: each process holds all of them while it builds it")

@@ -55,6 +55,7 @@ class Mesh:
             own = next(ranks for ranks in self.shape.groups(key) if self.world.rank in ranks)
             group: dist.ProcessGroup | None = dist.group.WORLD
             if len(own) < self.world.size:
+                # By its members alone: others make groups of their own meanwhile, or none.
                 group = dist.new_group(own, timeout=self.world.timeout, use_local_synchronization=True)
             assert group is not None
             self._groups[key] = group

@@ -1,4 +1,4 @@
-"""What each strategy keeps whole and when it exchanges what is sharded, and which one `auto` takes: pure data.
+"""The strategies as data: what each keeps whole, when it exchanges what is sharded, and which one `auto` takes.
 
 The stages are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). All come from one tool, FSDP2, which shards
 parameters, gradients and the optimizer's state alike between two steps; what they differ in is for how long a step has

@@ -66,11 +66,11 @@ class Peers:
 
     def take_own_part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this process's part along a dim. Raises ConfigError where `dim` has no equal parts."""
-        return self._cut(whole, dim)[self.rank].contiguous()
+        return self._view_parts(whole, dim)[self.rank].contiguous()
 
     def sum_to_own_part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this process's part of the sum over all. Collective. Raises ConfigError as `take_own_part` does."""
-        parts = self._cut(tensor, dim).contiguous()
+        parts = self._view_parts(tensor, dim).contiguous()
         if parts.device.type != "cpu":
             own = parts.new_empty(parts.shape[1:])
             _reduce_scatter(own.view(-1), parts.view(-1), group=self.group)
@@ -81,7 +81,7 @@ class Peers:
         dist.all_to_all_single(received.view(-1), parts.view(-1), group=self.group)
         return received.sum(0)
 
-    def _cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def _view_parts(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """View the equal parts along a dim as `[size, ...]`. Raises ConfigError where there are none."""
         dim %= whole.dim()
         if whole.shape[dim] % self.size:

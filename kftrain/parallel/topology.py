@@ -1,4 +1,4 @@
-"""Where the processes of a job stand, and the order in which they are numbered for it: pure data.
+"""Numbers the processes of a job by the nodes and racks on which they stand: pure data.
 
 A mesh numbers its processes so that those which talk most are neighbours (`shape.py`). That helps where neighbours
 stand on one node, and neighbouring nodes in one rack; so processes are numbered anew once all know where all stand.

@@ -55,6 +55,7 @@ class Recompute:
                 fix="name them in a method blocks() of the model, or set it to none",
             )
         units = {id(distributed.model.get_submodule(name)) for name in blocks}
+        # Lists, since wrapping changes what is walked; all places of a block, since a model may keep it in several.
         for parent in list(distributed.model.modules()):
             for name, child in list(parent.named_children()):
                 if id(child) in units:
@@ -68,6 +69,7 @@ class ToDevice:
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Move parameters and buffers; what has no memory yet is given it there later (initialize.py)."""
         device = distributed.mesh.world.device
+        # Not by `to`, which refuses tensors without memory.
         distributed.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 
@@ -185,7 +187,9 @@ class ParameterHooks:
                 for hook in list((of_gradient or {}).values()):
                     answer = hook(whole)
                     whole = whole if answer is None else answer.reshape(whole.shape)
-                own.copy_(whole[index_of(parameter.grad)])  # in place: the optimizer reads this process's part
+                # In place: the optimizer reads this process's part. Before the other kind of hook, which torch calls
+                # with a parameter whose gradient is there.
+                own.copy_(whole[index_of(parameter.grad)])
                 for hook in list((of_parameter or {}).values()):
                     hook(parameter)
 

@@ -1,4 +1,4 @@
-"""Who this process is among all of them, and the process groups that everything else uses.
+"""The place of this process among all of them, and the process groups that everything else uses.
 
 Data on GPUs travels by NCCL. Decisions (stop now? how many loss terms? is everybody's checkpoint written?) travel by
 gloo on the CPU, in groups of their own, so that they neither wait for kernels nor mix with collectives of a background
@@ -160,7 +160,7 @@ def _meet_others(timeout: timedelta) -> Any:
 
 def _find_place(store: Any, rank: int, size: int) -> tuple[int, tuple[Site, ...]]:
     """Return this process's number among neighbours (`order_by_site`), and the sites of all by their numbers."""
-    if size == int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+    if size == int(os.environ.get("LOCAL_WORLD_SIZE", size)):  # one node: torchrun's order is right already
         return rank, ()
     store.set(f"place/{rank}", json.dumps(astuple(Site.of(os.environ))))
     # multi_get waits until all have set theirs. All read the same, so all come to the same order.

@@ -124,6 +124,7 @@ def paired_improvement(
     sign = {"maximize": 1.0, "minimize": -1.0}[goal]
     value = sign * float(values[0][metric] - values[1][metric])
     percentile = _interval(metric, value, sign * (ours[metric] - theirs[metric]), confidence)
+    # The jackknife: the metric of all sums but one unit's, for each unit.
     without = [_compute_metrics(metrics, table.names, table.sums.sum(axis=0) - table.sums)[metric] for table in tables]
     left_out = sign * (without[0] - without[1])
     low, high = significance.jackknife_interval(value, left_out, confidence)

@@ -1,4 +1,4 @@
-"""What is learned, apart from how it is distributed. Importing it does not import torch."""
+"""Tasks: what is learned, apart from how it is distributed. Importing it does not import torch."""
 
 from typing import TYPE_CHECKING
 

@@ -19,9 +19,9 @@ are given what the model has returned. So the parts of a model may stand on seve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -362,3 +362,37 @@ class Task(EncodingTask, TrainingTask, ServingTask):
         from kftrain.tasks.inference import answer
 
         return answer(self, model, inputs)
+
+
+_MARK = "_reads_parts"
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class LogitsInParts(Protocol):
+    """Questions of a task to logits `[..., classes]` of which each of several processes holds some of the classes.
+
+    All processes ask the same, in the same order.
+    """
+
+    def cross_entropy(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy in nats, fp32, of each of `targets` `[...]`."""
+
+    def argmax(self) -> torch.Tensor:
+        """Return the classes of the largest logits, `[...]`."""
+
+
+def reads_parts(method: Method) -> Method:
+    """Mark a method of a task that accepts `LogitsInParts`.
+
+    A task whose `loss`, `statistics` and `tallies` all carry the mark is given what the model's matrices have left on
+    this process, where they are split over the classes; any other task is given whole logits.
+    """
+    setattr(method, _MARK, True)
+    return method
+
+
+def task_reads_parts(task: Task) -> bool:
+    """Return True if no method of a task needs whole logits; an overridden one does, unless it is marked again."""
+    methods = [getattr(type(task), name) for name in ("loss", "statistics", "tallies")]
+    return all(getattr(method, _MARK, False) or method is Task.tallies for method in methods)

@@ -29,8 +29,7 @@ from kftrain.errors import ConfigError, DataError
 from kftrain.models.output import output_of
 from kftrain.settings.section import Count
 from kftrain.tasks import tokenizer_json
-from kftrain.tasks.base import Task
-from kftrain.tasks.logits import reads_parts
+from kftrain.tasks.base import Task, reads_parts
 from kftrain.tasks.tokenizers import Tokenizer, UntrainedTokenizer, build_tokenizer, parse_option
 
 if TYPE_CHECKING:
@@ -238,6 +237,7 @@ class LanguageModeling(Task):
         import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 
         targets = batch["targets"].masked_fill((weight == 0).unsqueeze(1), self.tokenizer.padding)
+        # Split logits have no ignore_index: the terms of padding are computed, too, and left out of the sum.
         if not isinstance(output, torch.Tensor):
             terms: torch.Tensor = output.cross_entropy(targets)
             return terms.masked_fill(targets == self.tokenizer.padding, 0.0).sum()

@@ -92,7 +92,7 @@ def _export(paths: RunPaths, finished: Finished) -> tuple[str, tuple[str, str]]:
         uri = storage.join(paths.checkpoints, str(name))
         try:
             export = _export_checkpoint(paths, uri, description)
-        except CheckpointError as error:
+        except CheckpointError as error:  # the next one may be whole; an outage is raised, and says nothing of this one
             to_log(f"warning: the checkpoint at step {name.step} cannot be exported: {error.line}")
             problems.append(error)
             continue
@@ -166,7 +166,7 @@ def describe_export(model: nn.Module, config: Config, task: Task, arguments: dic
     model_config: dict[str, Any] = {"kind": config.model.kind, **config.model.options()}
     with user_code("model.export_config"):
         model_config = own_config() if callable(own_config) else model_config
-        storage.dump_json({"config": model_config, "arguments": arguments})
+        storage.dump_json({"config": model_config, "arguments": arguments})  # for its error alone
     exporting.require_types(model)
     description = Description(
         model=config.model.model_dump(mode="json"), task=config.task.model_dump(mode="json"), model_arguments=arguments

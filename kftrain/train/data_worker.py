@@ -32,6 +32,7 @@ def main(descriptor: int, parent: int) -> int:
     if received is None:
         return 0
     greeting, _ = received
+    # The configuration is the parent's own: what it names may be imported here, too.
     try:
         resolved = permit(Config.model_validate(greeting["config"]))
         outages.limit(resolved.launch.timeout_seconds / 2)

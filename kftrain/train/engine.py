@@ -66,6 +66,7 @@ class Parts:
     def require_same(self, versions: dict[str, int], where: str) -> None:
         """Raises CheckpointError where a checkpoint at `where` has other parts than these, or other `versions`."""
         own = self.versions
+        # Sorted, so that all processes name the same part.
         odd = next((name for name in sorted({*versions, *own}) if versions.get(name) != own.get(name)), None)
         if odd is None:
             return
@@ -137,7 +138,8 @@ class StepNumbers:
     def __init__(self, result: StepResult) -> None:
         """Ask for the copy, and do not wait for it."""
         # Into pinned memory, or the copy would wait; the event is behind it, so that `read` waits for this step only
-        # and not for the next one, which was asked for meanwhile.
+        # and not for the next one, which was asked for meanwhile. Both numbers go in one copy, in fp64, which holds
+        # either of them unchanged.
         scalars = [result.local_loss_sum, result.gradient_norm]
         self._event: torch.cuda.Event | None = None
         if scalars[1].device.type == "cuda":

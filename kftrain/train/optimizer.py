@@ -102,7 +102,7 @@ class Optimizer:
             for member in self.members:
                 member.found_inf = found_inf
                 member.advance()
-        for parameter in self._parameters:
+        for parameter in self._parameters:  # None, not 0: what the next step does not use is then left alone
             parameter.grad = None
 
 

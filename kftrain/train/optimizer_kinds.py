@@ -129,7 +129,8 @@ class AdamW(SkippingOptimizer):
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Update all parameters of a group by one kernel."""
         counts, device = self.local_states(parameters, "step"), gradients[0].device
-        # the kernel divides by powers of the counts, and does nothing where the step is skipped
+        # Counted before, since the kernel divides by 1 less a power of the betas, which is 0 at a count of 0. Where the
+        # step is skipped the count stays, and the kernel does nothing.
         torch._foreach_add_(counts, [self.count_step(device)] * len(counts))
         torch._fused_adamw_(
             [local(parameter) for parameter in parameters],
@@ -362,6 +363,7 @@ def _make_update(part: _Part, sums: torch.Tensor, largest_rate: float, counts: t
         columns.lerp_(by_column.view_as(columns) / part.parameter.size(-2), moved)
         matrices = (*part.index[:-2], slice(None), slice(None))
         mean = rows.mean(dim=-2, keepdim=True).clamp(min=MIN_MOMENT)[matrices]
+        # Of the whole rows and columns, which each process has, only those of its part: no larger product is made.
         moments = rows[_index_rows(part)] @ columns[_index_columns(part)] / mean
     else:
         size, variance = sums, local(state["variance"])

@@ -77,6 +77,7 @@ def observe_loss(
     """
     micro, others = take_first_rows(micro, ROWS), _slice_rows(micro, slice(-ROWS, None))
     count_loss_terms(task, micro)
+    # The batch alone, before the model is called: what that draws must not be taken for the task's.
     before = torch.default_generator.get_state()
     require_sequence_dims(task, prepare(task, micro.arrays, device)[0])
     draws = not torch.equal(before, torch.default_generator.get_state())
@@ -174,13 +175,14 @@ def _slice_rows(micro: MicroBatch, rows: slice) -> MicroBatch:
 def isolate(seed: tuple[int, int], device: torch.device, turn: int = 0) -> Iterator[None]:
     """Give the block random numbers of its own, others in each turn; then let all generators go on as before it."""
     with isolate_generators(device):
-        seed_all(hash((*seed, turn)) % 2**63, device)
+        seed_all(hash((*seed, turn)) % 2**63, device)  # a hash of whole numbers, which every process computes alike
         yield
 
 
 def _read_generators(device: torch.device) -> Any:
     """Read the states of all generators that a forward pass may draw from, to compare them."""
     on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
+    # As text and lists: states with arrays in them cannot be compared as they are.
     return random.getstate(), repr(np.random.get_state()), torch.default_generator.get_state().tolist(), on_device
 
 
@@ -193,6 +195,7 @@ def lend_copies(
     Copies are on the device, parameters in `dtype`; with a lender it lends the parameters instead.
     """
     buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None]
+    # By identity: what several modules share is one copy, which they share again.
     copies = {id(buffer): buffer.detach().to(device, copy=True) for buffer in model.buffers()}
     for parameter in [] if lender else model.parameters():
         copies[id(parameter)] = parameter_like(parameter, parameter.detach().to(device, dtype, copy=True))
@@ -248,6 +251,7 @@ class Lender:
         loans = _Loans(self, device, dtype)
         handles = []
         with contextlib.ExitStack() as stack:
+            # A parameter belongs to the first unit that contains it; what none contains is lent all the time.
             left = set(self.weights.places)
             for unit in self.units:
                 module = model.get_submodule(unit)
@@ -349,6 +353,8 @@ def lend_attributes(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None
     Values that cannot be copied (a lock, torch's generator, an open file) stay the same. `tensors`: stand-ins for
     parameters and buffers, by their `id`, wherever they are.
     """
+    # Not copied with the attributes that lead to them: modules and their tensors, which may have stand-ins, and the
+    # global generators, for a copy of one would be drawn from instead of it.
     shared: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
     shared += [random.uniform.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
     memo = {**{id(item): item for item in shared}, **(tensors or {})}  # deepcopy takes these instead of copying
@@ -361,7 +367,7 @@ def lend_attributes(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None
             attributes.update({key: _copy_value(own[key], memo) for key in own if key not in _OF_TORCH})
         yield
     finally:
-        for attributes, own in before:
+        for attributes, own in before:  # in place: it is the module's own __dict__
             attributes.clear()
             attributes.update(own)
 
@@ -404,7 +410,7 @@ def find_first_difference(one: Leaves, other: Leaves) -> str | None:
 
 def _is_alike(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and bool(one == other or one != one)
+        return type(one) is type(other) and bool(one == other or one != one)  # not-a-number differs from itself only
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return (

@@ -83,7 +83,7 @@ def open_validation_rows(training: Training, gather: Gather, share: tuple[int, i
     """
     evaluate, conversion = training.config.evaluate, find_conversion(training.manifest, training.task)
     dataset = open_validation(training.manifest_uri, training.manifest, training.config, training.uses, conversion)
-    if not evaluate.interval_steps:
+    if not evaluate.interval_steps:  # on all processes alike, since expanding is collective
         return dataset
     return expand_rows(dataset, training.task, gather, share, evaluate.max_interval_samples)
 

@@ -1,4 +1,4 @@
-"""An attempt of a training on one process: what `rank.py` runs for the task `train`.
+"""Runs one attempt of a training on one process: what `rank.py` runs for the task `train`.
 
 The phases stand here in their order: claim the attempt, verify the data, choose the checkpoint, build the engine, take
 the steps, complete. Each is collective but the last, which the first process does alone.
@@ -61,6 +61,7 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     """
     start = time.monotonic()
     training = read_training(paths, config)
+    # Asked before the processes meet: one that is started again at the very end would wait for others that are done.
     if find_completion(paths, config) is not None:
         to_log("already complete: nothing to do")
         return
@@ -129,6 +130,7 @@ def _set_up(training: Training, world: World, loaded: load.Loaded | None) -> Set
     first_use = make_first_use(config.data, training.manifest.dataset_digest)
     training = dataclasses.replace(training, uses=first_use)
     count, carrier = functools.partial(count_loss_terms, training.task), Carrier.to(world.device, training.task)
+    # The data comes first: building the engine tries the model on the first rows.
     loader = open_loader(training, mesh.num_data_ranks, mesh.data_rank, count, carrier.send)
     validation = open_validation_rows(training, world.gather_slowly, (world.rank, world.size))
     liveness = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)

@@ -38,8 +38,7 @@ from kftrain.parallel.world import World
 from kftrain.run.commit import CheckpointManifest
 from kftrain.run.export import ExportManifest, read_export_manifest
 from kftrain.tasks import build_task
-from kftrain.tasks.base import Task
-from kftrain.tasks.logits import task_reads_parts
+from kftrain.tasks.base import Task, task_reads_parts
 from kftrain.train import probe, probe_split
 from kftrain.train.completing import ExportDescription, ask_model_arguments, describe_export
 from kftrain.train.optimizer import build_optimizer, freeze
@@ -232,6 +231,7 @@ def _try_model(
     if any(one.draws for one in seen):
         loader.send_nothing()
     calls = [turn for one in seen for turn in one.calls]
+    # The processes' calls must agree only where they exchange a block's parameters when it is called.
     names = blocks.choose_blocks(candidates, calls if is_sharded else calls[:1])
     probe.require_equal_buffers(seen, {*buffers.read_reductions(model), *kept_equal})
     dtype = DTYPES[config.precision.compute]

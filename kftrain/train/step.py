@@ -1,4 +1,4 @@
-"""One process's share of a step: tensors on their way to the device, loss terms and their sum, random numbers.
+"""Computes one process's share of a step: tensors on their way to the device, loss terms and their sum, random numbers.
 
 Tensors are built in the loader's thread, and copied while the step before is computed. On a GPU the copy runs on a
 stream of its own, from pinned memory, so that neither the host nor the step before waits for it; the step that needs it
@@ -109,7 +109,7 @@ class Sent:
 
     def receive(self) -> Tensors:
         """Return the tensors, for the calling thread's work on the device."""
-        if self.streams is not None:
+        if self.streams is not None:  # in the thread that computes: both calls are about its own stream
             self.streams.wait(self.event)
             for tensor in (*self.tensors.batch.values(), self.tensors.weight, self.tensors.terms):
                 self.streams.hold(tensor)
@@ -189,7 +189,7 @@ def compute_loss_sum(model: nn.Module, task: TrainingTask, tensors: Tensors) -> 
     if not loss.requires_grad:
         raise UserCodeError("depends on no parameter that is trained", where="task.loss")
     if answer.auxiliary is None:
-        return loss.float()
+        return loss.float()  # before it is divided and summed over micro batches, which would round a bf16 each time
     # Per row, times the row's terms: the step divides by the count of all terms, so it comes to a mean over terms, and
     # padding, which has none, adds nothing.
     return loss.float() + (answer.auxiliary.float() * tensors.terms).sum()
@@ -202,7 +202,8 @@ def has_after_step(model: nn.Module) -> bool:
 
 def call_after_step(model: nn.Module) -> None:
     """Call the model's own `after_step`, where it has one. Raises UserCodeError where it replaces a parameter."""
-    # The optimizer keeps the parameters that it was built with: it would go on with the old one.
+    # The optimizer keeps the parameters that it was built with: it would go on with the old one. Duplicates are looked
+    # at, too, for a tied parameter may be replaced in one of its places.
     hook = getattr(model, "after_step", None)
     if callable(hook):
         before = dict(model.named_parameters(remove_duplicate=False))

@@ -20,7 +20,7 @@ from kftrain.data.order import BatchPlan
 from kftrain.models import build_model
 from kftrain.parallel.mesh import Mesh
 from kftrain.tasks import build_task
-from kftrain.tasks.logits import task_reads_parts
+from kftrain.tasks.base import task_reads_parts
 from kftrain.train import session
 
 pytestmark = pytest.mark.slow

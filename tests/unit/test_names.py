@@ -46,20 +46,17 @@ They Those Until What When Where Whether Which Who Whose Why With Within Without
 """First words of a docstring that does not say what it is about."""
 
 UNCLEAN = {
-    "checkpoint": (1, 0, 0),
     "cli": (0, 1, 0),
     "config": (0, 0, 1),
     "core": (0, 1, 0),
     "data": (4, 11, 0),
     "errors": (0, 10, 2),
-    "evaluate": (1, 3, 0),
     "models": (1, 0, 0),
-    "parallel": (3, 7, 0),
+    "parallel": (1, 1, 0),
     "run": (2, 0, 0),
     "settings": (1, 1, 0),
     "sharding": (3, 3, 0),
-    "tasks": (0, 2, 0),
-    "train": (0, 1, 0),
+    "tasks": (0, 1, 0),
     "trust": (0, 1, 0),
 }
 """Room -> how many names, docstrings and variables still break these rules. Numbers may only fall; a room that is not

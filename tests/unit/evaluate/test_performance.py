@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kftrain.evaluate import performance
-from kftrain.evaluate.performance import measure_performance, spread
+from kftrain.evaluate.performance import measure_performance, measure_spread
 from kftrain.tasks.classification import Classification
 
 
@@ -72,5 +72,5 @@ def test_memory_is_what_the_process_had_at_its_most_and_not_what_it_had_before(m
 
 
 def test_the_spread_is_the_median_and_the_outer_percentiles():
-    found = spread([float(number) for number in range(101)])
+    found = measure_spread([float(number) for number in range(101)])
     assert (found.low, found.median, found.high) == (5.0, 50.0, 95.0)
