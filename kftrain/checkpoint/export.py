@@ -222,6 +222,7 @@ def _parse_recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
     except ValidationError as error:
         what = f"{DESCRIPTION} is damaged: {error.errors()[0]['msg']}"
         raise CheckpointError(what, where=where, fix="export the checkpoint again") from error
+    # Before anything is built: building imports the code that a kind names.
     trust.require_kind("model", model.kind, MODELS)
     trust.require_kind("task", task.kind, TASKS)
     return Recipe(model, task, description.model_arguments)
@@ -230,7 +231,7 @@ def _parse_recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
 def _read_file(uri: str, manifest: ExportManifest, name: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     if name not in manifest.files:
         raise CheckpointError(f"the export has no {name}", where=uri, fix="export the checkpoint again")
-    if manifest.files[name].bytes > max_bytes:
+    if manifest.files[name].bytes > max_bytes:  # the manifest's size, which the file must have to be read at all
         what = f"a description is larger than {max_bytes} bytes"
         raise CheckpointError(what, where=storage.join(uri, name), value=manifest.files[name].bytes)
     return commit.read_verified(storage.join(uri, name), manifest.files[name])

@@ -54,6 +54,7 @@ class ModelSlots:
 
     def misfit(self, forms: Mapping[str, TensorForm]) -> str:
         """Name the first tensor that is not the one of an export, with its shape here and there; empty if all fit."""
+        # Both ways: a tensor that only one of the two has would be left without a value, or dropped without a word.
         unsaved = next((name for name in self.places if name not in self.tensors), None)
         if unsaved is not None:
             return f"{unsaved} is left out of the model's state, and missing there"

@@ -39,7 +39,7 @@ class Sharding:
 
 def resolve_sharding(strategy: Strategy, exchange: Exchange) -> Sharding:
     """Return what a strategy that shards keeps whole. `exchange`: for `fsdp`; the others say it themselves."""
-    if strategy == "fsdp":
+    if strategy == "fsdp":  # parts are gathered block by block, and freed, so that no process ever has the whole model
         return Sharding(True, False, exchange)
     return Sharding(False, True, "micro_batch" if strategy == "zero2" else "step")
 

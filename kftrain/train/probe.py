@@ -132,6 +132,7 @@ def rehearse(
 
     Raises ConfigError where the model cannot be computed so.
     """
+    # By hooks, as the formats of a step do it: so what fails here would fail there, and buffers stay as they are.
     handles = cast_inputs(model, names, dtype)
     try:
         with lend_copies(model, device, dtype, lender), isolate(seed, device):

@@ -117,7 +117,7 @@ def build_empty(
     (model,) = models
     if is_drawn:
         initialize.require_buffers(model)
-    if world.size > 1:
+    if world.size > 1:  # the same parts first: sharing goes through the tensors one by one, each an exchange
         initialize.require_same_parts(model, world)
         initialize.share_tensors(model, world)
     places = initialize.places_of(model)
