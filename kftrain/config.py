@@ -142,7 +142,7 @@ def load(files: str | Path | Sequence[str] | None = None, overrides: Sequence[st
     the value and the fix.
     """
     chosen = [files] if isinstance(files, str | Path) else list(files or ())
-    return permit(_validated({str(file): layers.read(file) for file in chosen}, overrides))
+    return permit(_validated({str(file): layers.read_layer(file) for file in chosen}, overrides))
 
 
 def parse(
@@ -153,14 +153,14 @@ def parse(
     The text is the caller's own: the code that it names may be imported from now on. Raises ConfigError that names the
     key, the value and the fix.
     """
-    return permit(_validated({where: layers.parse(text, where), **(above or {})}, overrides))
+    return permit(_validated({where: layers.parse_layer(text, where), **(above or {})}, overrides))
 
 
 def parse_kept(
     text: str, where: str, overrides: Sequence[str] = (), above: dict[str, layers.Document] | None = None
 ) -> Config:
     """The same for a text that a run's folder holds, perhaps of an earlier release: only overrides permit code."""
-    found = _validated({where: layers.parse(text, where), **(above or {})}, overrides)
+    found = _validated({where: layers.parse_layer(text, where), **(above or {})}, overrides)
     permit_kinds(code_of(found).intersection(re.findall(r"[\w.:]+", " ".join(overrides))))
     return found
 

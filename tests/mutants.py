@@ -940,7 +940,8 @@ MUTANTS = [
     Mutant(
         "a day of a sliding window has 24 hours",
         "kftrain/stages/windows.py",
-        "start = cron.find_days_before(cron.parse(schedule.cron), cron.load_zone(schedule.time_zone), instant, days)",
+        "start = cron.find_days_before("
+        "cron.parse_cron(schedule.cron), cron.load_zone(schedule.time_zone), instant, days)",
         "start = instant - timedelta(days=days)",
         "tests/unit/stages/test_scheduled_windows.py -k days",
     ),

@@ -216,7 +216,7 @@ def _restore(task: Task, uri: str, manifest: ExportManifest) -> None:
 def _parse_recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
     """Parse `kftrain.json`. Raises ConfigError for kinds that may not be built here."""
     where = storage.join(uri, DESCRIPTION)
-    description = documents.parse(Description, _read_file(uri, manifest, DESCRIPTION), where, CheckpointError)
+    description = documents.parse_document(Description, _read_file(uri, manifest, DESCRIPTION), where, CheckpointError)
     try:
         model, task = ModelConfig.model_validate(description.model), TaskConfig.model_validate(description.task)
     except ValidationError as error:

@@ -43,7 +43,7 @@ class Loaded:
     history: list[dict[str, Any]]
 
 
-def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | None:
+def choose_checkpoint(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | None:
     """Choose the newest committed checkpoint of the run that verifies; None if none was ever committed.
 
     Collective. Call it only with the run claimed: checkpoints that are passed over lose their markers. Raises
@@ -94,7 +94,7 @@ def load_into(state: State, uri: str, files: Mapping[str, FileEntry]) -> None:
     away: that says nothing about the checkpoint.
     """
     try:
-        reader.load(state, uri, files)
+        reader.fill_state(state, uri, files)
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         away = next((cause for cause in causes if isinstance(cause, RetryableError) or storage.is_outage(cause)), None)

@@ -155,7 +155,7 @@ def reader(uri: str, files: Mapping[str, FileEntry]) -> Any:
     return result
 
 
-def load(state: dict[str, Any], uri: str, files: Mapping[str, FileEntry], *, alone: bool = False) -> None:
+def fill_state(state: dict[str, Any], uri: str, files: Mapping[str, FileEntry], *, alone: bool = False) -> None:
     """Fills the tensors of `state` in place; collective, unless this process is to do it `alone`.
 
     Raises DCP's CheckpointException.

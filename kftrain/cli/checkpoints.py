@@ -24,7 +24,7 @@ def checkpoints_command() -> None:
 @checkpoints_command.command("list")
 @click.argument("run_uri")
 @json_option
-def list_(run_uri: str, as_json: bool) -> None:
+def list_checkpoints_command(run_uri: str, as_json: bool) -> None:
     """List the committed checkpoints of a run, newest first."""
     paths = RunPaths(storage.absolute(run_uri))
     names = commit.list_committed(paths)
@@ -41,9 +41,9 @@ def list_(run_uri: str, as_json: bool) -> None:
         echo(f"step {row['step']}, attempt {row['attempt']}, {state}")
 
 
-@checkpoints_command.command()
+@checkpoints_command.command("verify")
 @click.argument("uri")
-def verify(uri: str) -> None:
+def verify_checkpoint_command(uri: str) -> None:
     """Compare every file of a checkpoint, or of a run's newest one, with its manifest; exit code 12: one is damaged."""
     chosen = _find_checkpoint(uri)
     manifest, digest = commit.read_checkpoint_manifest(chosen)
@@ -51,10 +51,10 @@ def verify(uri: str) -> None:
     echo(f"{len(manifest.files)} files are as they were committed: {chosen} (digest {digest[:12]})")
 
 
-@checkpoints_command.command()
+@checkpoints_command.command("export")
 @click.argument("uri")
 @json_option
-def export(uri: str, as_json: bool) -> None:
+def export_command(uri: str, as_json: bool) -> None:
     """Write one folder of safetensors from a checkpoint (or from a run's newest one)."""
     from kftrain.run.config import read_config
     from kftrain.train.completing import build_task_of_run, export_model

@@ -18,17 +18,19 @@ def config_command() -> None:
     """Show the configuration and its schema."""
 
 
-@config_command.command()
-def schema() -> None:
+@config_command.command("schema")
+def schema_command() -> None:
     """Print the JSON schema, for editors and for reading."""
     echo(json.dumps(configuration.schema(), indent=2))
 
 
-@config_command.command()
+@config_command.command("show")
 @config_options
 @json_option
 @click.option("--for-kubeflow", is_flag=True, help="Print what to paste into config_json of Kubeflow's run form.")
-def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool, for_kubeflow: bool) -> None:
+def show_config_command(
+    config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool, for_kubeflow: bool
+) -> None:
     """Print the resolved configuration, every default spelled out."""
     config = configuration.load(config_file, overrides)
     for line in preflight.describe_oddities(config):

@@ -56,13 +56,15 @@ def model_options(command: Callable[..., int | None]) -> Callable[..., int | Non
     return run(config_options(configured))
 
 
-@models_command.command()
+@models_command.command("compare")
 @click.argument("versions", nargs=-1)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with charts.")
 @click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the same as Markdown.")
 @model_options
 @json_option
-def compare(config: Config, versions: tuple[str, ...], html: Path | None, markdown: Path | None, as_json: bool) -> None:
+def compare_command(
+    config: Config, versions: tuple[str, ...], html: Path | None, markdown: Path | None, as_json: bool
+) -> None:
     """Show versions beside each other: metrics with intervals, improvement over one of them, what differs.
 
     VERSIONS are numbers (3, v3) or aliases (champion). All are compared with the champion if it is among them, else
@@ -79,41 +81,41 @@ def compare(config: Config, versions: tuple[str, ...], html: Path | None, markdo
     echo(json.dumps(to_plain(comparison), indent=2) if as_json else _write_lines(comparison, pages))
 
 
-@models_command.command()
+@models_command.command("promote")
 @click.argument("version", type=click.IntRange(1, MAX_VERSION))
 @click.option("--reason", required=True, callback=require_text, help="Why; it goes to the journal of promotions.")
 @model_options
-def promote(config: Config, version: int, reason: str) -> None:
+def promote_command(config: Config, version: int, reason: str) -> None:
     """Make a version champion, whatever the gate says."""
     entry = registry.promote(config, version, reason)
     echo(f"version {entry.version} is champion ({entry.reason})")
 
 
-@models_command.command()
+@models_command.command("decline")
 @click.argument("version", type=click.IntRange(1, MAX_VERSION))
 @click.option(
     "--reason", required=True, callback=require_text, help="Why; it is kept beside the journal of promotions."
 )
 @model_options
-def decline(config: Config, version: int, reason: str) -> None:
+def decline_command(config: Config, version: int, reason: str) -> None:
     """Say that a version is no champion, whatever the gate says, until somebody promotes it."""
     entry = registry.decline(config, version, reason)
     echo(f"version {entry.version} is declined: {entry.reason}")
 
 
-@models_command.command()
+@models_command.command("rollback")
 @model_options
-def rollback(config: Config) -> None:
+def rollback_command(config: Config) -> None:
     """Make the champion before the last promotion champion again."""
     entry = registry.rollback(config)
     echo(f"version {entry.version} is champion ({entry.reason})")
 
 
-@models_command.command()
+@models_command.command("audit")
 @click.option("--contents", is_flag=True, help="Read every export in full and check every byte.")
 @model_options
 @json_option
-def audit(config: Config, contents: bool, as_json: bool) -> int:
+def audit_command(config: Config, contents: bool, as_json: bool) -> int:
     """Check that every version resolves to an export that is there; exit code 15 if one does not."""
     findings = registry.audit(config, contents)
     if as_json:
@@ -125,12 +127,12 @@ def audit(config: Config, contents: bool, as_json: bool) -> int:
     return TrackingError.exit_code if findings else 0
 
 
-@models_command.command()
+@models_command.command("deploy")
 @click.argument("version", default="champion")
 @click.option("--render", is_flag=True, required=True, help="Print the document; `kubectl apply -f -` takes it.")
 @click.option("--image", default="", help="Image of the container. Default: NAME:VERSION.")
 @model_options
-def deploy(config: Config, version: str, render: bool, image: str) -> None:
+def deploy_command(config: Config, version: str, render: bool, image: str) -> None:
     """Render a version as a KServe InferenceService. VERSION is a number or an alias; default: the champion."""
     import yaml
 

@@ -157,7 +157,7 @@ def run_now_command(path: str, wait: bool, **connection: Any) -> None:
 def backfill_command(path: str, start: str, end: str, dry_run: bool, **connection: Any) -> None:
     """Run the windows of earlier instants, one after another, and promote nothing; it ends where one fails."""
     schedule = _read_schedule(path)
-    expression, zone = cron.parse(schedule.file.cron), cron.load_zone(schedule.file.time_zone)
+    expression, zone = cron.parse_cron(schedule.file.cron), cron.load_zone(schedule.file.time_zone)
     due = cron.list_instants(expression, zone, parse_instant(start, "--from"), parse_instant(end, "--to"))
     if not due:
         raise ConfigError("the schedule is never due in this time", where="--from", fix="choose an earlier one")
@@ -202,7 +202,7 @@ def fire_command(config_file: tuple[str, ...], job: str) -> None:
 
 def _read_schedule(path: str) -> Schedule:
     """Read the schedule in a file. Raises ConfigError, and LaunchError for what cannot run on Kubeflow."""
-    schedule = spec.read(path)
+    schedule = spec.read_schedule(path)
     preflight.require_remote(schedule.config)
     return schedule
 
@@ -295,7 +295,7 @@ def _choose_cron(listed: Sequence[Recurring]) -> str:
 def _read_schedule_name(recurring: Recurring) -> str:
     """Read the name of the schedule from a recurring run's configuration; empty for recurring runs of others."""
     try:
-        section: Any = layers.parse(str(recurring.content.parameters.get(CONFIG, "")), CONFIG).get("schedule")
+        section: Any = layers.parse_layer(str(recurring.content.parameters.get(CONFIG, "")), CONFIG).get("schedule")
     except ConfigError:
         return ""
     return str(section.get("name", "")) if isinstance(section, dict) else ""

@@ -15,10 +15,10 @@ def shards_command() -> None:
     """Look at the shards of a dataset. URI: its manifest.json, its folder, or a run."""
 
 
-@shards_command.command()
+@shards_command.command("show")
 @click.argument("uri")
 @json_option
-def show(uri: str, as_json: bool) -> None:
+def show_shards_command(uri: str, as_json: bool) -> None:
     """Print what the shards hold."""
     from kftrain.data.shards import manifest
     from kftrain.tasks.run_dataset import find_manifest
@@ -37,11 +37,11 @@ def show(uri: str, as_json: bool) -> None:
         echo(f"{name:16}" + ", ".join(f"{value:,} {key}" for key, value in split.items()))
 
 
-@shards_command.command()
+@shards_command.command("verify")
 @click.argument("uri")
 @click.option("--quick", is_flag=True, help="Compare sizes only.")
 @json_option
-def verify(uri: str, quick: bool, as_json: bool) -> None:
+def verify_shards_command(uri: str, quick: bool, as_json: bool) -> None:
     """Compare every shard with the manifest, and its keys; exit code 11 names the first that is wrong."""
     from kftrain.data.shards.manifest import read_manifest
     from kftrain.data.shards.verify import verify_keys, verify_shards
@@ -62,11 +62,11 @@ def verify(uri: str, quick: bool, as_json: bool) -> None:
     echo(json.dumps(result) if as_json else f"{result['shards']} shards are as the manifest says: {manifest_uri}")
 
 
-@shards_command.command()
+@shards_command.command("adopt")
 @click.argument("uri")
 @config_options
 @json_option
-def adopt(uri: str, config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
+def adopt_command(uri: str, config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
     """Make a dataset of WebDataset shards that others wrote, where they are: nothing is copied.
 
     URI: a .tar, a folder of them, or a pattern as shard-{000..012}.tar. Index and manifest go to the storage root.
@@ -88,12 +88,12 @@ def tokenizer_command() -> None:
     """Train a tokenizer."""
 
 
-@tokenizer_command.command()
+@tokenizer_command.command("train")
 @config_options
 @click.option("--out", metavar="URI", required=True, help="The tokenizer.json to write.")
 @click.option("--vocab-size", type=int, help="Number of ids; without it, task.tokenizer.train.vocab_size.")
 @json_option
-def train(
+def train_tokenizer_command(
     config_file: tuple[str, ...], overrides: tuple[str, ...], out: str, vocab_size: int | None, as_json: bool
 ) -> None:
     """Train a byte-level BPE on the training split of data.source, as the shard step does.

@@ -101,7 +101,9 @@ class ManagedSchedule:
         return Content(
             name=self.name,
             cron=str(
-                cron.convert_to_utc(cron.parse(file.cron), cron.load_zone(file.time_zone), datetime.now(timezone.utc))
+                cron.convert_to_utc(
+                    cron.parse_cron(file.cron), cron.load_zone(file.time_zone), datetime.now(timezone.utc)
+                )
             ),
             pipeline_id=pipeline_id,
             experiment_id=experiment_id,

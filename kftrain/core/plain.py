@@ -50,7 +50,7 @@ Path = tuple[str | int, ...]
 """Keys and positions that lead to a value."""
 
 
-def load(text: str, where: str) -> Any:
+def load_yaml(text: str, where: str) -> Any:
     """Parse a YAML text; None where it is empty. Raises ConfigError, for what is not plain data too."""
     require_length(text, where)
     try:

@@ -98,12 +98,12 @@ def size_and_version(uri: str) -> tuple[int, str]:
     Raises FileNotFoundError.
     """
     if is_local(uri):
-        return describe(local_path(uri).stat())
+        return read_size_and_version(local_path(uri).stat())
     info = RemotePath(uri).object_info()
     return int(info["size"]), read_version(info)
 
 
-def describe(status: os.stat_result) -> tuple[int, str]:
+def read_size_and_version(status: os.stat_result) -> tuple[int, str]:
     """Return `size_and_version` of a file of this machine: its version is its time and its inode."""
     return status.st_size, f"{status.st_mtime_ns}-{status.st_ino}"
 

@@ -38,7 +38,7 @@ def losses(task: TrainingTask, metrics: MetricsOfSums, sums: Statistics, metric:
     return values if task.loss_metric or goal == "minimize" else -values
 
 
-def choose(worst_first: np.ndarray, num_examples: int) -> list[tuple[int, bool]]:
+def choose_groups(worst_first: np.ndarray, num_examples: int) -> list[tuple[int, bool]]:
     """Choose groups to show, each with whether it is one of the worst: first those spread over the data, in order.
 
     `worst_first`: the loss of each group, `[groups]`. Of equal losses the first in the data leads; groups whose loss
@@ -67,7 +67,7 @@ def collect(
     """Return the chosen groups with their metrics and the task's examples of their first rows. Runs on one process."""
     groups = sorted({group for group, _ in chosen})
     rows = rows_of_groups(groups, num_rows)
-    shown = dict(zip(groups, show(task, model, dataset, rows, batch_size, device), strict=True))
+    shown = dict(zip(groups, show_examples(task, model, dataset, rows, batch_size, device), strict=True))
     metrics = metrics_of_groups(metrics_of_sums, sums)
     return [
         Example(
@@ -92,7 +92,7 @@ def metrics_of_groups(metrics: MetricsOfSums, sums: Statistics) -> dict[str, np.
         return {name: np.asarray(values, np.float64) for name, values in metrics(sums).items()}
 
 
-def show(
+def show_examples(
     task: TrainingTask,
     model: nn.Module,
     dataset: ValidationRows,

@@ -19,7 +19,7 @@ from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
 from kftrain.run.documents import Performance, Spread
 from kftrain.tasks.base import TrainingTask
-from kftrain.tasks.prepare import decode_unaugmented, prepare
+from kftrain.tasks.prepare import decode_unaugmented, prepare_batch
 
 MAX_SECONDS = 10.0
 """Seconds after which no more passes are made, for single samples and for batches each."""
@@ -86,7 +86,7 @@ def _passes(
         arrays = decode_unaugmented(task, stored, range(start, stop), dataset.place_of)
 
         def run(arrays: dict[str, np.ndarray] = arrays) -> None:
-            _, inputs = prepare(task, arrays, device)
+            _, inputs = prepare_batch(task, arrays, device)
             with user_code("model.forward"):
                 output_of(model, inputs)
             if device.type == "cuda":  # the host only asks for the pass: it is over when the device says so

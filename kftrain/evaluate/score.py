@@ -31,7 +31,7 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World
 from kftrain.statistics import bootstrap
 from kftrain.tasks.base import TrainingTask
-from kftrain.tasks.prepare import decode_unaugmented, prepare
+from kftrain.tasks.prepare import decode_unaugmented, prepare_batch
 from kftrain.tasks.user_metrics import MetricsOfSums
 
 Statistics = dict[str, np.ndarray]
@@ -168,7 +168,7 @@ def _compute_statistics(
     model: nn.Module, task: TrainingTask, arrays: Arrays, device: torch.device, tallies: Tensors | None = None
 ) -> Tensors:
     """Compute the statistics of some rows on the device, without waiting for it; add the task's counts to `tallies`."""
-    batch, inputs = prepare(task, arrays, device)
+    batch, inputs = prepare_batch(task, arrays, device)
     with user_code("model.forward"):
         output = output_of(model, inputs)
     with user_code("task.statistics"):

@@ -216,7 +216,7 @@ def _score(
         # Beside the first process (`_summarize`): the same forward passes in the same order, or it would wait for ever.
         if spread.is_shared:
             numbers = world.gather_slowly(None)[0]
-            examples.show(task, spread.model, rows, numbers, settings.batch_size, world.device)
+            examples.show_examples(task, spread.model, rows, numbers, settings.batch_size, world.device)
             _performance(target, task, spread, rows, config)
         return None
     return _summarize(target, task, spread, scores, dataset, rows, config)
@@ -241,7 +241,7 @@ def _summarize(
     keys = dataset.group_keys()
     metrics = metrics_of(task, settings.metrics)
     worst_first = examples.losses(task, metrics, sums, config.registry.metric, config.registry.goal)
-    chosen = examples.choose(worst_first, settings.num_examples)
+    chosen = examples.choose_groups(worst_first, settings.num_examples)
     if spread.is_shared:
         world.gather_slowly(examples.rows_of_groups(sorted({group for group, _ in chosen}), num_rows))
     shown = examples.collect(

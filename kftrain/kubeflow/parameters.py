@@ -65,7 +65,7 @@ def is_uri(parameter: str) -> bool:
     return bool(URI.fullmatch(parameter.strip()))
 
 
-def read_text(parameter: str) -> tuple[str, str]:
+def read_config_parameter(parameter: str) -> tuple[str, str]:
     """Return the text that the parameter `config` holds or names, and its origin, which errors name.
 
     Raises ConfigError, and RetryableError if the file cannot be read now.

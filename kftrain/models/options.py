@@ -22,7 +22,7 @@ from kftrain.trust import load_code
 _LENIENT = ConfigDict(arbitrary_types_allowed=True)
 
 
-def find(kind: str, built_in: Mapping[str, str], section: str) -> Callable[..., Any]:
+def import_kind(kind: str, built_in: Mapping[str, str], section: str) -> Callable[..., Any]:
     """Import the class or function behind a `kind`: a key of `built_in`, whose values are `module:attr`, or one itself.
 
     Nothing is called. Raises ConfigError for an unknown kind, with the nearest, and for what is neither a class nor a

@@ -40,7 +40,7 @@ def find_target(config: ModelConfig) -> Callable[..., Any]:
     """Import the class or function that builds the model, without calling it. Raises ConfigError."""
     from torch import nn
 
-    target = options.find(config.kind, BUILT_IN, "model")
+    target = options.import_kind(config.kind, BUILT_IN, "model")
     if isinstance(target, type) and not issubclass(target, nn.Module):
         raise _no_module(config.kind, "is")
     return target

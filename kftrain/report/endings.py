@@ -7,29 +7,23 @@ from collections.abc import Sequence
 from kftrain.report import wording
 from kftrain.report.content import Fact, ReportSection, make_uri_fact
 from kftrain.run import advice
-from kftrain.run.advice import Advice, Situation
+from kftrain.run.advice import Situation
 from kftrain.run.error import ErrorDocument
 
 
 def describe_failure(error: ErrorDocument, stage: str, situation: Situation) -> ReportSection:
     """Return the section of a failed stage, from its `error.json` (see `run.error`)."""
     what = _clean_text(error.what) or _clean_text(error.line)
-    next_ = advise(error, situation)
+    next_step = advice.advise(error, situation)  # whose text may be foreign
     return ReportSection(
         title="Failure",
         headline=f"{wording.format_label(stage) or 'The run'} failed: {_end_sentence(what)}",
         tone="bad",
-        sentences=[sentence for sentence in (next_.text, *error.warnings) if sentence],
-        command=next_.command,
+        sentences=[sentence for sentence in (wording.clean(next_step.text).strip(), *error.warnings) if sentence],
+        command=wording.clean(next_step.command),
         log=[wording.clean(line) for line in error.last_lines],
         facts=[fact for fact in (*_list_facts(error, stage, situation), *_list_places(error)) if fact.value],
     )
-
-
-def advise(error: ErrorDocument, situation: Situation) -> Advice:
-    """Return the next step and its command; foreign text in them is safe to show."""
-    advice_found = advice.advise(error, situation)
-    return Advice(wording.clean(advice_found.text).strip(), wording.clean(advice_found.command))
 
 
 def describe_success(run_uri: str, report_uri: str, removed: Sequence[str], warnings: Sequence[str]) -> ReportSection:

@@ -149,7 +149,7 @@ def read_checkpoint_manifest(uri: str) -> tuple[CheckpointManifest, str]:
         raise CheckpointError("not a committed checkpoint", where=uri, fix="see: kftrain checkpoints list") from error
     where = storage.join(uri, MANIFEST)
     content = documents.read_content(where, CheckpointError)
-    manifest = documents.parse(CheckpointManifest, content, where, CheckpointError)
+    manifest = documents.parse_document(CheckpointManifest, content, where, CheckpointError)
     actual = storage.sha256_bytes(content)  # of the bytes: what this version would write is another text than before
     if actual.encode() != expected:
         raise CheckpointError(

@@ -336,7 +336,7 @@ DocumentType = TypeVar("DocumentType", bound=Document)
 
 def read(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataError) -> DocumentType:
     """Read the document at `uri`. Raises `error` where it is missing, damaged or of another schema version."""
-    return parse(kind, read_content(uri, error), uri, error)
+    return parse_document(kind, read_content(uri, error), uri, error)
 
 
 def read_if_exists(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataError) -> DocumentType | None:
@@ -345,7 +345,7 @@ def read_if_exists(kind: type[DocumentType], uri: str, error: type[KftrainError]
         content = storage.read_bytes(uri)
     except FileNotFoundError:
         return None
-    return parse(kind, content, uri, error)
+    return parse_document(kind, content, uri, error)
 
 
 def read_content(uri: str, error: type[KftrainError] = DataError) -> bytes:
@@ -357,7 +357,9 @@ def read_content(uri: str, error: type[KftrainError] = DataError) -> bytes:
         raise error(f"{name} is missing", where=uri, fix="run the stage that writes it first") from cause
 
 
-def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[KftrainError] = DataError) -> DocumentType:
+def parse_document(
+    kind: type[DocumentType], content: bytes, uri: str, error: type[KftrainError] = DataError
+) -> DocumentType:
     """Parse the bytes that were read from `uri`. Raises `error` where they are damaged or of another schema version."""
     name = uri.rsplit("/", 1)[-1]
     document = storage.decode_json(content, uri, error)

@@ -54,7 +54,7 @@ def read_export_manifest(uri: str, digest: str) -> ExportManifest:
     content = _read_manifest_content(uri)
     if (actual := storage.sha256_bytes(content)) != digest:
         raise CheckpointError(f"the export is not the expected one, {digest[:16]}", where=uri, value=actual[:16])
-    return documents.parse(ExportManifest, content, build_manifest_uri(uri), CheckpointError)
+    return documents.parse_document(ExportManifest, content, build_manifest_uri(uri), CheckpointError)
 
 
 def require_whole(uri: str, digest: str, *, contents: bool = False) -> ExportManifest:

@@ -84,7 +84,7 @@ class Cron:
         return " ".join("*" if len(values) == full else ",".join(map(str, values)) for values, full in fields)
 
 
-def parse(text: str, where: str = "cron") -> Cron:
+def parse_cron(text: str, where: str = "cron") -> Cron:
     """Parse an expression. Raises ConfigError; for five fields it names the six that are meant."""
     fields = text.split()
     if len(fields) == 5:

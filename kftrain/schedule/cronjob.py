@@ -29,7 +29,7 @@ MAX_NAME_LENGTH = 52
 def build_objects(schedule: Schedule, image: str, now: datetime, namespace: str = "") -> list[dict[str, Any]]:
     """Build the ConfigMap with the configuration, and the CronJob. Raises ConfigError for what a CronJob cannot do."""
     file, name = schedule.file, f"kftrain-{schedule.name}"
-    every = cron.convert_to_utc(cron.parse(file.cron), cron.load_zone(file.time_zone), now)
+    every = cron.convert_to_utc(cron.parse_cron(file.cron), cron.load_zone(file.time_zone), now)
     if every.seconds != (0,):
         raise ConfigError("a CronJob starts at the full minute", where="cron", value=file.cron, fix="begin it with 0")
     if len(name) > MAX_NAME_LENGTH:

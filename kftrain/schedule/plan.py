@@ -133,7 +133,7 @@ def _parse_content(content: Content) -> dict[str, Any]:
     parameters = dict(content.parameters)
     text = parameters.pop(CONFIG, "")
     try:
-        config: Any = layers.parse(str(text), CONFIG)
+        config: Any = layers.parse_layer(str(text), CONFIG)
     except ConfigError:  # somebody has written something else there
         config = text
     fields = {name: value for name, value in vars(content).items() if name not in ("name", "parameters", "description")}

@@ -70,7 +70,7 @@ class ScheduleConfig(Policy):
     def _check(self) -> ScheduleConfig:
         if self.name:
             try:
-                cron.parse(self.cron, "schedule.cron")
+                cron.parse_cron(self.cron, "schedule.cron")
                 cron.load_zone(self.time_zone, "schedule.time_zone")
                 self.due(datetime.now(timezone.utc))
                 assert self.first
@@ -82,7 +82,7 @@ class ScheduleConfig(Policy):
         """Return when a run that was created at a moment was due, in UTC. Raises ConfigError."""
         if self.instant:
             return parse_instant(self.instant, "schedule.instant")
-        return cron.find_instant_before(cron.parse(self.cron), cron.load_zone(self.time_zone), created)
+        return cron.find_instant_before(cron.parse_cron(self.cron), cron.load_zone(self.time_zone), created)
 
 
 def parse_instant(text: str, where: str) -> datetime:

@@ -53,7 +53,7 @@ class Schedule:
         return self.file.name
 
 
-def read(path: str | Path) -> Schedule:
+def read_schedule(path: str | Path) -> Schedule:
     """Read the schedule in a file. Raises ConfigError that names file, key, value and fix."""
     where = str(path)
     try:
@@ -61,13 +61,13 @@ def read(path: str | Path) -> Schedule:
             text = stream.read(plain.MAX_TEXT_LENGTH + 1).decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the schedule: {error}", where=where, fix="check --file") from error
-    return parse(text, where, Path(path).parent)
+    return parse_schedule(text, where, Path(path).parent)
 
 
-def parse(text: str, where: str, folder: Path) -> Schedule:
+def parse_schedule(text: str, where: str, folder: Path) -> Schedule:
     """Parse a schedule whose configuration files are paths from `folder`. Raises ConfigError."""
-    file = _validate(plain.load(text, where), where)
-    cron.parse(file.cron, f"{where}: cron")
+    file = _validate(plain.load_yaml(text, where), where)
+    cron.parse_cron(file.cron, f"{where}: cron")
     cron.load_zone(file.time_zone, f"{where}: time_zone")
     overrides = [f"{key}={json.dumps(value)}" for key, value in file.knobs.items()]
     config = configuration.load([str(folder / name) for name in file.configs], overrides)

@@ -12,7 +12,7 @@ from kftrain.errors import ConfigError
 Document = dict[str, Any]
 
 
-def read(file: str | Path) -> Document:
+def read_layer(file: str | Path) -> Document:
     """Read the mapping in a YAML file. Raises ConfigError."""
     try:
         with open(file, "rb") as stream:  # no more than the limit: it may be a device that never ends
@@ -21,12 +21,12 @@ def read(file: str | Path) -> Document:
         text = content.decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the configuration: {error}", where=str(file), fix="check --config") from error
-    return parse(text, str(file))
+    return parse_layer(text, str(file))
 
 
-def parse(text: str, where: str) -> Document:
+def parse_layer(text: str, where: str) -> Document:
     """Parse the mapping in a YAML text; an empty text is an empty one. Raises ConfigError."""
-    document = plain.load(text, where)
+    document = plain.load_yaml(text, where)
     document = {} if document is None else document
     if not isinstance(document, dict):
         raise ConfigError("the configuration must be a mapping of sections", where=where, value=document)
@@ -96,4 +96,4 @@ def override(document: Document, assignment: str) -> None:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise ConfigError("an override must name a field of a section", where="--set", value=assignment)
-    node[path[-1]] = plain.load(text, f"--set {key.strip()}")
+    node[path[-1]] = plain.load_yaml(text, f"--set {key.strip()}")

@@ -48,7 +48,7 @@ def check_names(config: Config, folder: str = ".", sources: Sequence[str] = ()) 
         elif kind not in built_in and where == "data.source":
             require_there(kind)
         elif kind not in built_in:
-            options.find(kind, built_in, where.partition(".")[0])  # which names the nearest
+            options.import_kind(kind, built_in, where.partition(".")[0])  # which names the nearest
 
 
 def describe_oddities(config: Config) -> list[str]:

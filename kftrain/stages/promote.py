@@ -31,7 +31,7 @@ def promote_version(
     with failure.announce_failure("promote", progress):
         if not reason.strip():
             raise ConfigError("a decision by hand needs a reason", where="reason", fix="say why; it is kept")
-        content, where = parameters.read_text(config)
+        content, where = parameters.read_config_parameter(config)
         overrides = [f"registry.model_name={json.dumps(model)}"] if model else []
         resolved = resolve.anchor_paths(configuration.parse_kept(content, where, overrides), ".")
         decision = (

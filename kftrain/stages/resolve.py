@@ -88,7 +88,7 @@ def resolve_run(
     if above:
         parameters.require_small(text, above)
     layers = {parameters.OBJECT: above} if above else {}
-    content, where = parameters.read_text(text)
+    content, where = parameters.read_config_parameter(text)
     if resume_run and not text.strip():
         place = {where: {"run": values["run"]} for where, values in layers.items() if "run" in values}
         config = anchor_paths(configuration.parse("", select_place_overrides(overrides), where, place), base)
@@ -201,7 +201,7 @@ def require_run_id(run_id: str) -> str:
     return run_id
 
 
-def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun:
+def open_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun:
     """Return a run, new or with the configuration that it was opened with; nothing is written.
 
     Raises ConfigError if a run that must exist does not, and OtherTrainingError if it is another training.
@@ -215,7 +215,7 @@ def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
         if identity and not storage.exists(paths.complete):  # a complete run takes no further step
             require_present_order(identity, paths.uri)
         if identity != config.training_identity(""):
-            require_same_training(previous, config, paths.uri)
+            require_same_settings(previous, config, paths.uri)
     return OpenedRun(config, paths, previous, must_exist)
 
 
@@ -266,7 +266,7 @@ def _read_checkpoint_identity(paths: RunPaths) -> dict[str, Any]:
     return {}
 
 
-def require_same_training(previous: Config, config: Config, where: str) -> None:
+def require_same_settings(previous: Config, config: Config, where: str) -> None:
     """Raise OtherTrainingError, which names every setting that differs, unless both are the same training."""
     old, new = previous.training_identity(""), config.training_identity("")
     changes = list_differences(old, new)

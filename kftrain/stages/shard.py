@@ -91,7 +91,7 @@ def shard(
             if begun.skipped is None:
                 config = windows.with_replay(config, paths, progress)
                 config = initial_weights.with_initial_weights(config, paths, progress)
-            run = resolve.find_run(config, run_id, must_exist)
+            run = resolve.open_run(config, run_id, must_exist)
             is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
             prepared = _prepare(run, progress) if is_old and begun.skipped is None else None
             resolve.keep_run(prepared.run if prepared else run, job_id)

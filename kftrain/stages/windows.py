@@ -62,7 +62,7 @@ def scheduled_window(schedule: Policy, instant: datetime, ends: Sequence[datetim
     until = instant - timedelta(hours=schedule.settle_hours)
     if schedule.window_hours:
         days, hours = divmod(schedule.window_hours, 24)
-        start = cron.find_days_before(cron.parse(schedule.cron), cron.load_zone(schedule.time_zone), instant, days)
+        start = cron.find_days_before(cron.parse_cron(schedule.cron), cron.load_zone(schedule.time_zone), instant, days)
         return TimeWindow(start - timedelta(hours=hours + schedule.settle_hours), until)
     start = max([*ends, schedule.first])
     if schedule.max_window_hours and start > EARLIEST:
@@ -81,7 +81,7 @@ def with_scheduled_window(config: Config, instant: datetime, run_uri: str, progr
     settle = timedelta(hours=schedule.settle_hours)
     if schedule.instant:
         before = cron.find_instant_before(
-            cron.parse(schedule.cron), cron.load_zone(schedule.time_zone), instant - cron.SECOND
+            cron.parse_cron(schedule.cron), cron.load_zone(schedule.time_zone), instant - cron.SECOND
         )
         ends = [before - settle]
     elif not schedule.window_hours:

@@ -116,7 +116,7 @@ class BytePairTokenizer(Tokenizer):
             raise DataError(what, fix="use one whose vocabulary has every byte") from error
 
 
-def train(texts: Iterable[bytes], vocab_size: int, sample_bytes: int) -> BytePairTokenizer:
+def train_bpe(texts: Iterable[bytes], vocab_size: int, sample_bytes: int) -> BytePairTokenizer:
     """Train a byte-level BPE of at most `vocab_size` ids, special ones included, on the first `sample_bytes` of text.
 
     The same texts give the same tokenizer with the same release of `tokenizers`: of equally frequent pairs the one with

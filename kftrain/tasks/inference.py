@@ -11,7 +11,7 @@ from kftrain.data.schema import Arrays
 from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
 from kftrain.tasks.fields import rows_of
-from kftrain.tasks.prepare import decode_unaugmented, prepare
+from kftrain.tasks.prepare import decode_unaugmented, prepare_batch
 
 if TYPE_CHECKING:
     import pandas
@@ -44,7 +44,7 @@ def map_rows(
         for start in range(0, num_rows, size):
             numbers = range(num_rows)[start : start + size]
             arrays = {name: array[start : start + size] for name, array in rows.items()}
-            batch, arguments = prepare(task, decode_unaugmented(task, arrays, numbers, "row {}".format), device)
+            batch, arguments = prepare_batch(task, decode_unaugmented(task, arrays, numbers, "row {}".format), device)
             columns = compute(output_of(model, arguments), batch)
             parts.append({name: tensor.cpu().numpy() for name, tensor in columns.items()})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

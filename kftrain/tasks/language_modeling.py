@@ -128,9 +128,9 @@ class LanguageModeling(Task):
         options = self._wanted.train if self._wanted else None
         if options is None or self.assets():
             return
-        from kftrain.tasks.bpe import train
+        from kftrain.tasks.bpe import train_bpe
 
-        self._tokenizer = train(map(get_text, records), options.vocab_size, options.sample_bytes)
+        self._tokenizer = train_bpe(map(get_text, records), options.vocab_size, options.sample_bytes)
 
     @property
     def asset_names(self) -> tuple[str, ...]:

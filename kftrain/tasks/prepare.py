@@ -38,7 +38,7 @@ def decode_unaugmented(
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def prepare(task: TrainingTask, arrays: Arrays, device: torch.device) -> tuple[Batch, tuple[Any, ...]]:
+def prepare_batch(task: TrainingTask, arrays: Arrays, device: torch.device) -> tuple[Batch, tuple[Any, ...]]:
     """Make a batch of rows on the device, and the arguments of the model. Raises UserCodeError."""
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors_of(task, arrays).items()}
     return batch, arguments_of(task, batch)

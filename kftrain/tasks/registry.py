@@ -47,7 +47,7 @@ def build_task(config: TaskConfig) -> Task:
     Raises ConfigError for an unknown kind, for an option that is unknown, missing or of the wrong type, and if a user's
     `module:attr` is no task; UserCodeError if it raises.
     """
-    target = options.find(config.kind, BUILT_IN, "task")
+    target = options.import_kind(config.kind, BUILT_IN, "task")
     if isinstance(target, type):  # before it is called
         _require_task(target, config.kind)
     task = options.construct(target, config.kind, "task", config.options())

@@ -57,7 +57,7 @@ def ensure_experiment(uri: str, name: str, artifact_location: str | None) -> str
     raise TrackingError("the experiment cannot be found nor created", where=endpoint.redact(uri), value=name)
 
 
-def find_run(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
+def find_run_id(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
     """Return the id of the oldest run that has the tag, or None.
 
     A repeated request may have created several runs with the same start; those without parameters are deleted.

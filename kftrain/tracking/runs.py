@@ -98,7 +98,7 @@ def _find_run(uri: str, experiment_id: str, tags: Mapping[str, str]) -> str | No
     A run becomes another training only before its first commit, when somebody corrects its configuration. MLflow never
     changes parameters, so the old record is put aside under a tag of its own, and a new one is made.
     """
-    mlflow_run_id = client.find_run(uri, experiment_id, RUN_ID_TAG, tags[RUN_ID_TAG])
+    mlflow_run_id = client.find_run_id(uri, experiment_id, RUN_ID_TAG, tags[RUN_ID_TAG])
     if mlflow_run_id is None:
         return None
     before = client.read_run(uri, mlflow_run_id).tags.get(TRAINING_DIGEST_TAG)

@@ -31,7 +31,7 @@ from kftrain.parallel import blocks
 from kftrain.parallel.formats import cast_inputs
 from kftrain.parallel.initialize import Weights, isolate_generators, parameter_like, put_all, seed_all, stored_parameter
 from kftrain.tasks.base import TrainingTask
-from kftrain.tasks.prepare import prepare, require_sequence_dims
+from kftrain.tasks.prepare import prepare_batch, require_sequence_dims
 from kftrain.train.step import call_after_step, compute_loss_sum, count_loss_terms, receive_tensors
 
 ROWS = 2
@@ -79,7 +79,7 @@ def observe_loss(
     count_loss_terms(task, micro)
     # The batch alone, before the model is called: what that draws must not be taken for the task's.
     before = torch.default_generator.get_state()
-    require_sequence_dims(task, prepare(task, micro.arrays, device)[0])
+    require_sequence_dims(task, prepare_batch(task, micro.arrays, device)[0])
     draws = not torch.equal(before, torch.default_generator.get_state())
     log = blocks.CallLog(model, names)
 

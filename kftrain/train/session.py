@@ -80,7 +80,7 @@ def run_attempt(training: Training, world: World, stop: StopRequest, scratch: Pa
     """Run one attempt from its claim to the last step, committed on all processes. Collective."""
     attempt = _claim_attempt(training, world)
     _verify_data(training, world)
-    loaded = load.choose(training.paths, world, training.identity)
+    loaded = load.choose_checkpoint(training.paths, world, training.identity)
     setup = _set_up(training, world, loaded)
     if world.is_main:
         to_log(_describe_attempt(setup, world, attempt, loaded))

@@ -7,7 +7,7 @@ from helpers.parity import rank as parity_rank
 from helpers.parity.oracle import BASE, STEPS, text_rows
 from helpers.pool import Pools
 
-from kftrain.core.plain import load
+from kftrain.core.plain import load_yaml
 
 MIXED = "\n".join(line for line in BASE.splitlines() if not line.startswith("model:"))
 
@@ -102,6 +102,6 @@ def test_a_model_of_ones_own_gives_the_numbers_of_one_process_with_its_random_on
 def test_what_processes_see_of_the_same_samples_is_counted_once(pools):
     first, *_ = answers(pools, 4, "parallel.tensor=2", "model.kind=helpers.models.tensor:Counting")
     assert first.kind == "done", first.value
-    settings = load(BASE, "BASE")
+    settings = load_yaml(BASE, "BASE")
     seen = STEPS * settings["train"]["global_batch_size"] * settings["task"]["sequence_length"]
     assert first.value.weights["num_seen"] == seen

@@ -15,7 +15,7 @@ from helpers.parity.rank import new_loader
 from helpers.wire import bytes_of_step
 
 from kftrain import config
-from kftrain.core.plain import load
+from kftrain.core.plain import load_yaml
 from kftrain.data.order import BatchPlan
 from kftrain.models import build_model
 from kftrain.parallel.mesh import Mesh
@@ -106,7 +106,7 @@ def data(row):
     if row.is_of_images:
         labels = generator.integers(0, 10, 64)
         return {"image": generator.integers(0, 256, (64, 16, 16, 1)).astype(np.uint8), "label": labels}
-    length = load(row.text, "row")["task"]["sequence_length"] + 1
+    length = load_yaml(row.text, "row")["task"]["sequence_length"] + 1
     return {"tokens": generator.integers(0, 256, size=(64, length)).astype(np.uint16)}
 
 

@@ -94,7 +94,7 @@ def registration_of(paths, resolved, **changes):
 
 def opened_run(resolved, run_id, must_exist=False):
     """A run as the first step opens it."""
-    run = resolve.find_run(resolved, run_id, must_exist)
+    run = resolve.open_run(resolved, run_id, must_exist)
     resolve.keep_run(run)
     return run
 

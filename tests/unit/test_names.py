@@ -106,7 +106,7 @@ def test_a_public_class_has_a_name_of_its_own():
 
 
 def test_a_public_function_has_a_name_of_its_own_or_is_called_through_its_module_only():
-    """`documents.read`, `layers.read`: there the module says which; a bare `read` would not."""
+    """`documents.read`, `layers.read_layer`: there the module says which; a bare `read` would not."""
     by_name = imported_by_name()
     wrong = {
         name: [module for module, _ in places]

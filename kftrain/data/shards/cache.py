@@ -160,7 +160,7 @@ class NodeCache:
 
 def _describe_copy(stream: BinaryIO, file: File) -> File:
     """Describe a copy as it is opened."""
-    return File(f"copy of {file.sha256}", *storage.describe(os.fstat(stream.fileno())), file.sha256)
+    return File(f"copy of {file.sha256}", *storage.read_size_and_version(os.fstat(stream.fileno())), file.sha256)
 
 
 def _download(file: File, part: BinaryIO) -> str:

@@ -93,7 +93,7 @@ def _open_bytes(uri: str, shard: Shard, uses: Uses | None) -> tuple[File, _Bytes
         file = File(uri, *require_shard_size(uri, shard.bytes, _FIX), shard.sha256)
         return file, _RemoteBytes(uri) if uses is None else _CopiedBytes(file, uses)
     with storage.open_read(uri) as stream:
-        file = File(uri, *storage.describe(os.fstat(stream.fileno())), shard.sha256)
+        file = File(uri, *storage.read_size_and_version(os.fstat(stream.fileno())), shard.sha256)
         if file.size_bytes != shard.bytes:
             raise DataError(describe_truncation(file.size_bytes, shard.bytes), where=uri, fix=_FIX)
         return file, _MappedBytes(stream)

@@ -39,7 +39,7 @@ def attempt(world, job, folder, num_steps):
     number = world.from_main(
         attempts.claim_run(paths, commit.find_last_step(paths), world.size) if world.is_main else None
     )
-    loaded = load.choose(paths, world, identity)
+    loaded = load.choose_checkpoint(paths, world, identity)
     mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
     with contextlib.closing(new_loader(resolved, task, mesh, job.data())) as loader:
         engine, _ = session.build(resolved, task, loader, mesh, before=loaded.manifest if loaded else None)

@@ -58,7 +58,7 @@ def damage(uri):
 
 
 def choose(paths):
-    return load.choose(paths, Alone(), IDENTITY)
+    return load.choose_checkpoint(paths, Alone(), IDENTITY)
 
 
 def committed_steps(paths):

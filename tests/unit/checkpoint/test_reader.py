@@ -55,7 +55,7 @@ def checkpoint(tmp_path):
 
 def test_what_dcp_writes_is_read_as_dcp_reads_it(checkpoint):
     state = empty()
-    reader.load(state, checkpoint, files_of(checkpoint), alone=True)
+    reader.fill_state(state, checkpoint, files_of(checkpoint), alone=True)
     assert torch.equal(state["weights"], STATE["weights"]) and int(state["optimizer"]["step"]) == 7
     assert [state["optimizer"][key] for key in ("lr", "betas", "fused", "name")] == [0.5, (0.9, 0.95), None, "adamw"]
 
@@ -65,7 +65,7 @@ def test_a_checkpoint_in_an_object_store_is_read(checkpoint, tmp_path):
     for name in storage.list_names(checkpoint):
         storage.publish(storage.join(uri, name), storage.read_bytes(storage.join(checkpoint, name)))
     state = empty()
-    reader.load(state, uri, files_of(uri), alone=True)
+    reader.fill_state(state, uri, files_of(uri), alone=True)
     assert torch.equal(state["weights"], STATE["weights"]) and int(state["optimizer"]["step"]) == 7
 
 
@@ -78,7 +78,7 @@ def test_an_outage_while_a_checkpoint_is_read_says_nothing_about_the_checkpoint(
     def away(*arguments):
         raise CheckpointException("x", {0: (error, None)})
 
-    monkeypatch.setattr(reader, "load", away)
+    monkeypatch.setattr(reader, "fill_state", away)
     with pytest.raises(RetryableError, match="the checkpoint could not be read"):
         load.load_into({}, str(tmp_path), {})
 
@@ -135,7 +135,7 @@ def test_a_function_in_an_entry_that_is_no_tensor_is_not_called(tmp_path, monkey
     )
     (tmp_path / "marker").unlink(missing_ok=True)
     with pytest.raises(CheckpointException, match="Weights only load failed"):
-        reader.load({"optimizer": {"lr": 0.0}}, uri, files_of(uri), alone=True)
+        reader.fill_state({"optimizer": {"lr": 0.0}}, uri, files_of(uri), alone=True)
     assert not (tmp_path / "marker").exists()
 
 

@@ -35,7 +35,7 @@ nan, inf = np.nan, np.inf
     ],
 )
 def test_shown_are_samples_spread_over_the_data_and_those_of_the_largest_loss(losses, num, spread, worst):
-    chosen = examples.choose(np.array(losses), num)
+    chosen = examples.choose_groups(np.array(losses), num)
     assert [group for group, is_worst in chosen if not is_worst] == spread
     assert [group for group, is_worst in chosen if is_worst] == worst
 
@@ -87,7 +87,7 @@ def digits(tmp_path_factory):
         }
     sums = group_sums(statistics, groups, dataset.num_groups)
     keys, rows = dataset.group_keys(), np.ones(dataset.num_groups, np.int64)
-    chosen = examples.choose(examples.losses(task, task.metrics, sums, "accuracy", "maximize"), 5)
+    chosen = examples.choose_groups(examples.losses(task, task.metrics, sums, "accuracy", "maximize"), 5)
 
     def collect(task=task, batch_size=32):
         device = torch.device("cpu")

@@ -65,7 +65,7 @@ def test_every_option_of_a_built_in_model_has_a_type_that_is_checked(kind):
 
     from kftrain.models import options
 
-    target = options.find(kind, BUILT_IN, "model")
+    target = options.import_kind(kind, BUILT_IN, "model")
     for name in inspect.signature(target).parameters:
         with pytest.raises(ConfigError, match=rf"model\.{name}: input should be"):
             check_options(ModelConfig(kind=kind, **{name: {"not": "a value"}}))

@@ -57,7 +57,7 @@ CHANGES = [
 def test_instants_around_a_change_of_the_clock(name, start, text):
     zone = zoneinfo.ZoneInfo(name)
     seen = oracle_instants(text, zone, start - timedelta(hours=14), hours=53, every_seconds=15)
-    assert cron.list_instants(cron.parse(text), zone, start, start + timedelta(hours=24)) == [
+    assert cron.list_instants(cron.parse_cron(text), zone, start, start + timedelta(hours=24)) == [
         at for at in seen if start <= at < start + timedelta(hours=24)
     ]
 
@@ -66,7 +66,7 @@ def test_every_second_of_the_hours_around_a_change():
     zone, start, text = zoneinfo.ZoneInfo("Europe/Berlin"), datetime(2026, 3, 29, 0, tzinfo=UTC), "7,8,59 * 1,2,3 * * *"
     seen = oracle_instants(text, zone, start, hours=3, every_seconds=1)
     after = [at for at in seen if at >= start + timedelta(hours=1)]
-    found = cron.list_instants(cron.parse(text), zone, start + timedelta(hours=1), start + timedelta(hours=2))
+    found = cron.list_instants(cron.parse_cron(text), zone, start + timedelta(hours=1), start + timedelta(hours=2))
     assert found == [at for at in after if at < start + timedelta(hours=2)]
     assert len(found) == 3 * 60
 
@@ -98,7 +98,7 @@ zones = st.sampled_from(sorted({name for name, _ in CHANGES}))
 def test_the_instant_before_a_moment_matches_and_nothing_between_does(text, name, moment):
     zone = zoneinfo.ZoneInfo(name)
     try:
-        parsed = cron.parse(text)
+        parsed = cron.parse_cron(text)
     except ConfigError:  # 30 February
         return
     found = cron.find_instant_before(parsed, zone, moment)
@@ -116,7 +116,7 @@ def test_the_instant_before_a_moment_matches_and_nothing_between_does(text, name
 def test_the_expression_in_utc_matches_every_instant(text, name, moment):
     zone = zoneinfo.ZoneInfo(name)
     try:
-        parsed = cron.parse(text)
+        parsed = cron.parse_cron(text)
     except ConfigError:
         return
     text_in_utc = str(cron.convert_to_utc(parsed, zone, moment))
@@ -131,15 +131,21 @@ def test_the_expression_in_utc_matches_every_instant(text, name, moment):
 def test_in_utc_nothing_is_added_where_the_zone_has_one_offset():
     now = datetime(2026, 1, 1, tzinfo=UTC)
     assert (
-        str(cron.convert_to_utc(cron.parse("0 0 2 * * mon-fri"), cron.load_zone("UTC"), now)) == "0 0 2 * * 1,2,3,4,5"
+        str(cron.convert_to_utc(cron.parse_cron("0 0 2 * * mon-fri"), cron.load_zone("UTC"), now))
+        == "0 0 2 * * 1,2,3,4,5"
     )
-    assert str(cron.convert_to_utc(cron.parse("0 0 2 * * *"), cron.load_zone("Asia/Kolkata"), now)) == "0 30 20 * * *"
-    assert str(cron.convert_to_utc(cron.parse("0 0 2 * * *"), cron.load_zone("Europe/Berlin"), now)) == "0 0 0,1 * * *"
+    assert (
+        str(cron.convert_to_utc(cron.parse_cron("0 0 2 * * *"), cron.load_zone("Asia/Kolkata"), now)) == "0 30 20 * * *"
+    )
+    assert (
+        str(cron.convert_to_utc(cron.parse_cron("0 0 2 * * *"), cron.load_zone("Europe/Berlin"), now))
+        == "0 0 0,1 * * *"
+    )
 
 
 def test_five_fields_are_refused_with_the_six():
     with pytest.raises(ConfigError, match=r"six fields.*write '0 0 2 \* \* \*'"):
-        cron.parse("0 2 * * *")
+        cron.parse_cron("0 2 * * *")
 
 
 WRONG = ["", "@daily", "0 0 24 * * *", "60 0 0 * * *", "0 0 2 0 * *", "0 0 2 * 13 *", "0 0 2 * * 8", "0 0 5-2 * * *"]
@@ -149,17 +155,17 @@ WRONG += ["0 0 */0 * * *", "0 0 2/ * * *", "0 0 ² * * *", "0 0 2 * * someday", 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_no_expression_is_refused(text):
     with pytest.raises(ConfigError):
-        cron.parse(text)
+        cron.parse_cron(text)
 
 
 def test_names_ranges_steps_and_both_sundays():
-    assert str(cron.parse("*/20 5-7 1/11 ? jan-mar 5-7")) == "0,20,40 5,6,7 1,12,23 * 1,2,3 0,5,6"
-    assert cron.parse("0 0 0 * * 0") == cron.parse("0 0 0 * * 7") == cron.parse("0 0 0 * * SUN")
+    assert str(cron.parse_cron("*/20 5-7 1/11 ? jan-mar 5-7")) == "0,20,40 5,6,7 1,12,23 * 1,2,3 0,5,6"
+    assert cron.parse_cron("0 0 0 * * 0") == cron.parse_cron("0 0 0 * * 7") == cron.parse_cron("0 0 0 * * SUN")
 
 
 def test_a_29_february_is_found_after_eight_years():
     found = cron.find_instant_before(
-        cron.parse("0 0 0 29 2 *"), cron.load_zone("UTC"), datetime(2104, 2, 28, tzinfo=UTC)
+        cron.parse_cron("0 0 0 29 2 *"), cron.load_zone("UTC"), datetime(2104, 2, 28, tzinfo=UTC)
     )
     assert found == datetime(2096, 2, 29, tzinfo=UTC)
 

@@ -24,7 +24,7 @@ launch: {backend: pytorchjob, nodes: 2}
 
 def schedule(folder, text=FILE):
     (folder / "c.yaml").write_text(CONFIG)
-    return spec.parse(text, "schedule.yaml", folder)
+    return spec.parse_schedule(text, "schedule.yaml", folder)
 
 
 def without_configuration(text):

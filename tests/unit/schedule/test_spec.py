@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 def test_a_schedule_becomes_the_configuration_of_its_runs(folder):
     (folder / "schedule.yaml").write_text(GOOD)
-    found = spec.read(folder / "schedule.yaml")
+    found = spec.read_schedule(folder / "schedule.yaml")
     config = found.config
     assert (config.run.name, config.run.seed, config.run.storage_root) == ("lm", 3, "s3://bucket/root")
     assert (config.train.steps, config.data.source) == (200, "s3://bucket/raw")
@@ -50,19 +50,19 @@ def test_a_schedule_becomes_the_configuration_of_its_runs(folder):
 )
 def test_what_is_wrong_is_one_line(folder, text, line):
     with pytest.raises(ConfigError, match=line) as caught:
-        spec.parse(text, "f.yaml", folder)
+        spec.parse_schedule(text, "f.yaml", folder)
     assert "\n" not in caught.value.line
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read the schedule.*check --file"):
-        spec.read(tmp_path / "none.yaml")
+        spec.read_schedule(tmp_path / "none.yaml")
 
 
 def test_a_configuration_may_not_bring_a_schedule_of_its_own(folder):
     (folder / "base.yaml").write_text('schedule: {name: other, cron: "0 0 3 * * *"}\n')
     with pytest.raises(ConfigError, match="written by kftrain schedule"):
-        spec.parse(GOOD, "f.yaml", folder)
+        spec.parse_schedule(GOOD, "f.yaml", folder)
 
 
 WINDOWED = GOOD.replace("s3://bucket/raw", "s3://b/raw").replace("data.source", "data.window.by: path, data.source")
@@ -92,13 +92,13 @@ INSTEAD = r".*remove it, or set window: since_last_trained without window_hours 
 )
 def test_windows_that_contradict_each_other_are_refused_in_a_line(folder, text, line):
     with pytest.raises(ConfigError, match=line) as caught:
-        spec.parse(text, "f.yaml", folder)
+        spec.parse_schedule(text, "f.yaml", folder)
     assert "\n" not in caught.value.line
 
 
 def test_windows_that_schedules_may_have(folder):
     since = "window: since_last_trained\nwindow_start: 2026-01-01T00:00:00Z\nmax_window_hours: 48\nsettle_hours: 3"
     for more in ("", since, since.partition("\n")[2], "window_hours: 24\nsettle_hours: 3"):
-        assert spec.parse(WINDOWED + more, "f.yaml", folder).config.data.window.is_set
-    fixed = spec.parse(WINDOWED.replace("path", f"path{FIXED}"), "f.yaml", folder)
+        assert spec.parse_schedule(WINDOWED + more, "f.yaml", folder).config.data.window.is_set
+    fixed = spec.parse_schedule(WINDOWED.replace("path", f"path{FIXED}"), "f.yaml", folder)
     assert fixed.config.data.window.start == "2026-01-01T00:00:00Z"

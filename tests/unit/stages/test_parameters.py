@@ -62,7 +62,7 @@ def test_the_object_wins_over_the_text_and_the_knobs_over_both():
 def test_a_resumed_run_keeps_its_configuration_under_the_object(tmp_path):
     text = f"run: {{storage_root: {tmp_path}}}\ntrain: {{steps: 5}}"
     before, _ = resolve.resolve_run(text, {}, "")
-    resolve.keep_run(resolve.find_run(before, "r"))
+    resolve.keep_run(resolve.open_run(before, "r"))
     found, run_id = resolve.resolve_run("", {}, f"{tmp_path}/runs/r", values={})
     assert (found.train.steps, run_id) == (5, "r")
     found, _ = resolve.resolve_run("", {}, f"{tmp_path}/runs/r", values={"checkpoint": {"keep_last": 5}})

@@ -134,7 +134,7 @@ def test_every_record_of_four_hundred_days_is_trained_on_exactly_once(tmp_path, 
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     year = Year(tmp_path, text, by, more)
     monkeypatch.setattr(file_source, "list_with_times", lambda *arguments: year.files.listed(year.now))
-    for instant in cron.list_instants(cron.parse(text), BERLIN, FIRST, LAST):
+    for instant in cron.list_instants(cron.parse_cron(text), BERLIN, FIRST, LAST):
         if (instant.month, instant.day) in ((5, 1), (5, 2)):
             year.history.add_event("paused", "by hand", instant.timestamp())
         elif year.history.read_pause():

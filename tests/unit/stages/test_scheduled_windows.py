@@ -35,8 +35,8 @@ def no_documents():
 @pytest.mark.parametrize("time", ["0 0 2", "0 30 2", "0 30 1", "0 0 3", "0 0 0", "0 15 2,14"])
 def test_days_of_a_daily_schedule_follow_each_other_over_changes_of_the_clock(zone, time):
     text, place = f"{time} * * *", cron.load_zone(zone)
-    due = cron.list_instants(cron.parse(text), place, FIRST, FIRST + 400 * DAY)
-    num_a_day = len(cron.parse(text).hours)
+    due = cron.list_instants(cron.parse_cron(text), place, FIRST, FIRST + 400 * DAY)
+    num_a_day = len(cron.parse_cron(text).hours)
     for days in (1, 7):
         schedule = Policy(cron=text, time_zone=zone, window_hours=24 * days, settle_hours=5)
         found = [windows.scheduled_window(schedule, instant, ()) for instant in due]

@@ -92,7 +92,7 @@ def test_evaluation_examples_and_predict_decode_without_random_numbers(shards, m
     np.testing.assert_allclose(found.statistics["squared_error"], np.square(expected - arrays["length"]))
     answer = task.predict(First(), pandas.DataFrame({"data": list(arrays["data"])}))
     np.testing.assert_allclose(answer["prediction"], expected)
-    shown = examples.show(task, First(), dataset, [0, 1], 2, torch.device("cpu"))
+    shown = examples.show_examples(task, First(), dataset, [0, 1], 2, torch.device("cpu"))
     assert shown == [{"target": float(arrays["length"][n]), "prediction": expected[n]} for n in (0, 1)]
 
 

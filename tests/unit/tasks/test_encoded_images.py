@@ -300,7 +300,7 @@ def test_what_cannot_be_decoded_is_named_with_shard_and_key(tmp_path, monkeypatc
     with in_process.world(monkeypatch) as world, pytest.raises(DataError, match="validation" + said):
         score(model, build(), validation, Mesh.of_copies(world), 4)
     with pytest.raises(DataError, match="validation" + said):
-        examples.show(build(), model, validation, [1], 2, torch.device("cpu"))
+        examples.show_examples(build(), model, validation, [1], 2, torch.device("cpu"))
     cut = encoded(smooth(30, 40), "JPEG")[:-20]
     with pytest.raises(DataError, match="row 1: the image cannot be decoded"):
         build().predict(model, pandas.DataFrame({"image": [smooth(8, 8), cut]}))
@@ -311,7 +311,7 @@ def test_reports_show_what_the_model_has_seen(folder, tmp_path):
     task = build()
     dataset = ShardedDataset.open(Sharded(source, tmp_path / "root", task).result.manifest_uri, "validation")
     model = VisionTransformer(**task.model_arguments(), dim=16, num_layers=1, num_heads=2)
-    shown = examples.show(task, model, dataset, [0, 2], 1, torch.device("cpu"))
+    shown = examples.show_examples(task, model, dataset, [0, 2], 1, torch.device("cpu"))
     keys = dataset.group_keys()
     for row, each in zip((0, 2), shown, strict=True):
         assert np.array_equal(each["picture"], decoded(task, written[keys[row]]))

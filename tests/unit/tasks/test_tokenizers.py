@@ -19,7 +19,7 @@ from kftrain.tasks.tokenizers import ByteTokenizer
 
 WORDS = ["def", "return", "self", "import", "naïve", "None", "==", "shard", "\n    ", "日本語", "x1"]
 TEXTS = [" ".join(random.Random(seed).choices(WORDS, k=200)).encode() for seed in range(20)]
-TRAINED = bpe.train(iter(TEXTS), 400, 1 << 20)
+TRAINED = bpe.train_bpe(iter(TEXTS), 400, 1 << 20)
 
 SOME_BYTES = st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass"))
 
@@ -51,7 +51,7 @@ TRAIN = """
 import random, sys
 from kftrain.tasks import bpe
 from test_tokenizers import TEXTS
-print(bpe.train(iter(TEXTS), 400, 1 << 20).digest)
+print(bpe.train_bpe(iter(TEXTS), 400, 1 << 20).digest)
 """
 
 
@@ -69,7 +69,7 @@ def test_only_so_much_of_the_texts_is_read():
     assert "".join(bpe._sample_texts((taken.append(1) or b"abcd" for _ in range(99)), 10)) == "abcdabcdab"
     assert len(taken) == 4
     with pytest.raises(DataError, match="no text to train a tokenizer on"):
-        bpe.train(iter([]), 400, 10)
+        bpe.train_bpe(iter([]), 400, 10)
 
 
 def test_long_texts_are_encoded_in_pieces_with_the_same_ids(monkeypatch):

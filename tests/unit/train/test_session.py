@@ -69,7 +69,7 @@ def test_the_run_is_claimed_before_a_checkpoint_is_chosen(training, monkeypatch,
         claimed.append((attempts.find_last_attempt(paths), attempts.read_last_start_step(paths)))
         raise CheckpointError("all are damaged")
 
-    monkeypatch.setattr(load, "choose", choose)
+    monkeypatch.setattr(load, "choose_checkpoint", choose)
     with pytest.raises(CheckpointError, match="all are damaged"):
         session.run_attempt(training, Alone(), None, tmp_path)
     assert claimed == [(1, 3)]
