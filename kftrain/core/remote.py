@@ -23,7 +23,6 @@ import fsspec
 import fsspec.asyn
 
 from kftrain.core import outages, threads
-from kftrain.core.positioned import PositionedStream
 from kftrain.errors import ConfigError
 
 READ_BYTES = 16 << 20
@@ -64,6 +63,35 @@ class Deadline:
 
 
 deadline = Deadline()
+
+
+class PositionedStream(io.RawIOBase):
+    """A stream of known length to read from, which may be moved beyond its end as any file may; a subclass reads."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__()
+        self.size_bytes = size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True: every such stream can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True: every such stream can be moved."""
+        return True
+
+    def tell(self) -> int:
+        """Return where the next read begins."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a place. Raises ValueError for a place before the beginning."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size_bytes}[whence]
+        if start + offset < 0:
+            raise ValueError(f"no place in a stream: {start + offset}")
+        self._position = start + offset
+        return self._position
 
 
 class RemotePath:

@@ -6,16 +6,21 @@
 <root>/runs/<run>/configs/<config digest>.yaml                      launcher      -> workers of one job
 <root>/runs/<run>/configs/<config digest>-before.yaml                launcher      -> launcher (if that is refused)
 <root>/runs/<run>/launcher.json                                     launcher      -> workers (its heartbeat)
+<root>/runs/<run>/shards.json                                       shard         -> train, evaluate
+<root>/runs/<run>/drift.json                                        shard         -> reports
 <root>/runs/<run>/attempts/<n>.json                                 rank 0's claim
 <root>/runs/<run>/checkpoints/step-<n>-a<attempt>/                  train         -> train (checkpoint/)
+<root>/runs/<run>/history.json                                      train         -> train, reports
 <root>/runs/<run>/export/<checkpoint digest>/                       train         -> evaluate, register
 <root>/runs/<run>/COMPLETE.json                                     train         -> evaluate, register
+<root>/runs/<run>/evaluation/request.json                           evaluate      -> workers
 <root>/runs/<run>/evaluation/<checkpoint>/<evaluation>/metrics.json evaluate      -> register
 <root>/runs/<run>/evaluation/unmeasured.json                        evaluate      -> register
 <root>/runs/<run>/evaluation/reference.json                         evaluate      -> register
 <root>/runs/<run>/registration.json                                 register      -> reports
 <root>/runs/<run>/report.html, comparison.html                      register      -> people
 <root>/runs/<run>/error.json                                        a failed stage -> whoever shows it
+<root>/runs/<run>/failure.json                                      launcher      -> the stage that started it
 <root>/runs/<run>/firing.json, SKIPPED.json                         shard         -> all others, of a scheduled run
 <root>/runs/<run>/window.json                                       shard         -> finish, of a scheduled run
 <root>/runs/<run>/logs/attempt-<n>/rank-<r>.log                     workers       -> people

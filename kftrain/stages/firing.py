@@ -6,10 +6,17 @@ others then; elsewhere they end at once.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
+import os
 import time
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from kftrain import launch, report
 from kftrain.config import Config
@@ -24,7 +31,6 @@ from kftrain.run.config import is_opened, read_config
 from kftrain.run.documents import Document
 from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
-from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import BACKFILL, Firing, FiringEnd, History, Result, build_key, list_schedules
 from kftrain.stages.outcome import Outcome
@@ -32,6 +38,11 @@ from kftrain.stages.windows import pass_window, with_scheduled_window
 
 SILENT_SECONDS = 30 * 60.0
 """Seconds without a sign of life after which a run is taken for dead, if no cluster can tell."""
+
+ALERT_URL_ENV = "KFTRAIN_ALERT_URL"
+"""Key of the secret `kftrain-alert`, and the variable that it becomes: the URL of a webhook, which is shown nowhere."""
+
+ALERT_TIMEOUT_SECONDS = 10.0
 
 Why = Literal["paused", "done", "overlap", "unchanged", "empty"]
 
@@ -216,7 +227,7 @@ def record_end(config: Config, history: History, key: str, ended: FiringEnd, pro
         if history.add_event("paused", why):
             line = f"{name} is paused after {why}; to go on: kftrain schedule resume"
             progress(line)
-    alert.send(line, choose_link(config, ended), schedule.alert_over_http, progress)
+    send_alert(line, choose_link(config, ended), schedule.alert_over_http, progress)
 
 
 def _has_empty_window(config: Config, paths: RunPaths) -> bool:
@@ -366,3 +377,46 @@ def _make_outcome(paths: RunPaths, skipped: Skipped) -> Outcome:
 
 def _fired_uri(paths: RunPaths) -> str:
     return storage.join(paths.uri, "firing.json")
+
+
+def send_alert(line: str, link: str, over_http: bool, progress: Progress) -> bool:
+    """Send `{"text": "<line> <link>"}`, as Slack, Mattermost and Google Chat take it; False where nothing was sent."""
+    url = os.environ.get(ALERT_URL_ENV, "").strip()
+    if not url:
+        return False
+    why = _explain_unusable_url(url, over_http) or _post_alert(
+        url, json.dumps({"text": f"{line} {link}".strip()}).encode()
+    )
+    if why:
+        progress(f"warning: no alert was sent: {why}")
+    return not why
+
+
+def _explain_unusable_url(url: str, over_http: bool) -> str:
+    """Explain why the URL cannot be used; empty where it can. Never name it: whoever has it can write there."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.scheme in (("https", "http") if over_http else ("https",)) and parts.hostname:
+            return ""
+    return f"{ALERT_URL_ENV} is no https URL; http needs schedule.alert_over_http"
+
+
+def _post_alert(url: str, content: bytes) -> str:
+    """Post the content; return why that failed, or an empty text."""
+    headers = {"Content-Type": "application/json", "User-Agent": "kftrain"}
+    try:
+        request = urllib.request.Request(url, content, headers)
+        with urllib.request.build_opener(_NoRedirects()).open(request, timeout=ALERT_TIMEOUT_SECONDS):
+            return ""
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"the webhook answered {error.code}"
+    except (OSError, http.client.HTTPException, ValueError) as error:  # their words may contain the URL
+        return f"the webhook cannot be reached ({type(error).__name__})"
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: the URL is a secret, and what it points at is trusted no further."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        """Return None, so that urllib raises the redirect as an error."""

@@ -7,6 +7,7 @@ on local tensors. Nothing but the state is kept between steps: a parameter may g
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Callable
@@ -21,7 +22,7 @@ Group = dict[str, Any]
 """A parameter group of torch: `params`, and the settings that hold for them."""
 
 
-class SkippingOptimizer(torch.optim.Optimizer):
+class SkippingOptimizer(torch.optim.Optimizer, abc.ABC):
     """An optimizer whose step changes nothing where `found_inf` is 1, without the host's knowing.
 
     So every operation runs in any case, and each change is multiplied by `count_step`, 1 or 0. Gradients that are no
@@ -40,13 +41,13 @@ class SkippingOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self.state[parameter] = self.make_state(parameter)
 
+    @abc.abstractmethod
     def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state of a parameter before its first step, by torch's names."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Update parameters that have a gradient; `gradients`: their local parts, which may be changed."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

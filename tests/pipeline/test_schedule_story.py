@@ -20,7 +20,7 @@ from kftrain.registry.promotion import rollback
 from kftrain.run import documents
 from kftrain.run.documents import Registration
 from kftrain.run.paths import RunPaths
-from kftrain.schedule import alert, apply
+from kftrain.schedule import apply
 from kftrain.schedule.apply import Executor
 from kftrain.schedule.plan import Content, Wanted
 from kftrain.schedule.settings import format_instant
@@ -29,6 +29,7 @@ from kftrain.schedule.turn import Turn
 from kftrain.sharding.parts.store import PartStore
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
+from kftrain.stages.firing import ALERT_URL_ENV
 from kftrain.stages.register import register
 from kftrain.stages.shard import shard_from_pipeline
 from kftrain.stages.train import train
@@ -160,7 +161,7 @@ def story(tmp_path, monkeypatch):
 @pytest.fixture
 def webhook(monkeypatch):
     with Webhook() as started:
-        monkeypatch.setenv(alert.URL_ENV, started.url)
+        monkeypatch.setenv(ALERT_URL_ENV, started.url)
         yield started
 
 

@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from kftrain.core import storage
-from kftrain.core.positioned import PositionedStream
+from kftrain.core.remote import PositionedStream
 from kftrain.data.schema import PICKLES
 from kftrain.data.shards import tar_samples
 from kftrain.data.shards.tar_reader import Member

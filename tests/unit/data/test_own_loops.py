@@ -25,8 +25,7 @@ from kftrain.data.decoding import Generators
 from kftrain.data.order import TrainingOrder
 from kftrain.data.shards.manifest import read_manifest, shard_uri
 from kftrain.errors import ConfigError, DataError
-from kftrain.tasks.augment import Augment
-from kftrain.tasks.image_classification import ImageClassification
+from kftrain.tasks.image_classification import Augment, ImageClassification
 from kftrain.tasks.settings import TaskConfig
 
 RNG = np.random.default_rng(0)

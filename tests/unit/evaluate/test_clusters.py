@@ -12,9 +12,8 @@ from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Block, Record, SourcePart
 from kftrain.errors import DataError, UserCodeError
-from kftrain.evaluate.measures import measure
 from kftrain.evaluate.score import Scores, score
-from kftrain.evaluate.session import of_units
+from kftrain.evaluate.session import measure, of_units
 from kftrain.parallel.mesh import Mesh
 from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.sharding.sources.resolve_source import choose_split

@@ -5,7 +5,7 @@ import pytest
 
 from kftrain.core import storage
 from kftrain.errors import EvaluationError
-from kftrain.evaluate.measures import measure, sums_by_slice
+from kftrain.evaluate.session import measure, sums_by_slice
 from kftrain.registry import comparison
 from kftrain.run.documents import Slice
 from kftrain.statistics import bootstrap

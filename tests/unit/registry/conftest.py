@@ -14,7 +14,7 @@ pytest.importorskip("mlflow")
 from kftrain import registry, tracking
 from kftrain.config import Config, parse
 from kftrain.core import storage
-from kftrain.evaluate.measures import sums_by_slice
+from kftrain.evaluate.session import sums_by_slice
 from kftrain.run.documents import Completion, Evaluation, Registration, Slice
 from kftrain.run.paths import RunPaths
 from kftrain.statistics import bootstrap

@@ -17,13 +17,13 @@ from kftrain.run import heartbeat
 from kftrain.run.config import read_config
 from kftrain.run.error import summarize_failure
 from kftrain.run.paths import RunPaths
-from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import History
 from kftrain.sharding.parts.store import PartStore
 from kftrain.stages import failure, firing
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
+from kftrain.stages.firing import ALERT_URL_ENV, send_alert
 from kftrain.stages.register import register
 from kftrain.stages.runs import read_run_overview as read_run
 from kftrain.stages.shard import shard_from_pipeline
@@ -36,7 +36,7 @@ FIRST = datetime(2026, 11, 1, 2, 0, 20, tzinfo=timezone.utc)
 @pytest.fixture
 def webhook(monkeypatch):
     with Webhook() as started:
-        monkeypatch.setenv(alert.URL_ENV, started.url)
+        monkeypatch.setenv(ALERT_URL_ENV, started.url)
         yield started
 
 
@@ -238,7 +238,7 @@ def test_a_run_that_fails_before_its_folder_is_there_counts(nights, webhook, mon
     with pytest.raises(DataError):
         nights.begin(0, "a")
     monkeypatch.undo()
-    monkeypatch.setenv(alert.URL_ENV, webhook.url)
+    monkeypatch.setenv(ALERT_URL_ENV, webhook.url)
     finish(nights.config.to_yaml(), "", "", "a", "FAILED", nights.lines.append)
     assert nights.results() == ["failed"]
 
@@ -263,23 +263,23 @@ NO_URLS += ["http://127.0.0.1:x/T0KEN", "http://host/T0 KEN"]
 @pytest.mark.parametrize(("url", "over_http"), [("http://127.0.0.1:9/T0KEN", False), *((url, True) for url in NO_URLS)])
 def test_an_alert_that_cannot_be_sent_is_a_warning_without_the_url(monkeypatch, url, over_http):
     lines = []
-    monkeypatch.setenv(alert.URL_ENV, url)
-    assert not alert.send("it failed", "link", over_http, lines.append)
+    monkeypatch.setenv(ALERT_URL_ENV, url)
+    assert not send_alert("it failed", "link", over_http, lines.append)
     assert lines[0].startswith("warning: no alert was sent") and "KEN" not in lines[0].replace("KFTRAIN_ALERT_URL", "")
 
 
 @pytest.mark.parametrize("answer", [302, 404, 500])
 def test_a_webhook_that_refuses_is_a_warning_and_nobody_is_followed(webhook, answer):
     lines, webhook.answer = [], answer
-    assert not alert.send("it failed", "link", True, lines.append)
+    assert not send_alert("it failed", "link", True, lines.append)
     assert lines == [f"warning: no alert was sent: the webhook answered {answer}"]
     assert webhook.texts == ["it failed link"]
 
 
 def test_without_a_url_nothing_is_sent_and_nothing_said(monkeypatch):
-    monkeypatch.delenv(alert.URL_ENV, raising=False)
+    monkeypatch.delenv(ALERT_URL_ENV, raising=False)
     lines = []
-    assert not alert.send("it failed", "link", False, lines.append)
+    assert not send_alert("it failed", "link", False, lines.append)
     assert not lines
 
 

@@ -26,8 +26,7 @@ from kftrain.evaluate.score import score
 from kftrain.models.vision_transformer import VisionTransformer
 from kftrain.parallel.mesh import Mesh
 from kftrain.tasks import build_task
-from kftrain.tasks.augment import Augment
-from kftrain.tasks.image_classification import ImageClassification
+from kftrain.tasks.image_classification import Augment, ImageClassification
 from kftrain.tasks.settings import TaskConfig
 
 RNG = np.random.default_rng(0)
