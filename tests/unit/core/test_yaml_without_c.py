@@ -26,7 +26,7 @@ def in_python():
 def outcome(module, text):
     """What a text is read as, or that it is refused."""
     try:
-        return module.load(text, "c.yaml")
+        return module.load_yaml(text, "c.yaml")
     except ConfigError as error:
         assert "\n" not in error.line and "not valid YAML" in error.line
         return "refused"
