@@ -168,6 +168,7 @@ def open_dataset(
     """
     from kftrain.data.opened import OpenedDataset
     from kftrain.data.schema import SPLITS
+    from kftrain.data.shards.cache import NodeCache
     from kftrain.data.shards.manifest import read_manifest, reading
     from kftrain.tasks.base import Task
     from kftrain.tasks.registry import build_task_of
@@ -177,7 +178,8 @@ def open_dataset(
         raise ConfigError("no such split", where="open_dataset", value=split, fix=f"one of: {', '.join(SPLITS)}")
     manifest_uri = find_manifest(uri)
     with reading(manifest_uri):
-        manifest = read_manifest(manifest_uri)
+        cache = None if storage.is_local(manifest_uri) else NodeCache.of_node("", "auto")
+        manifest = read_manifest(manifest_uri, cache)
     if task is not None and not isinstance(task, Task):
         permit_kinds([task.kind])
         task = build_task_of(task, manifest_uri, manifest.task_settings)

@@ -34,8 +34,11 @@ from kftrain.tracking.settings import TrackingConfig
 from kftrain.train.settings import OptimizerConfig, TrainConfig
 from kftrain.trust import code_of, permit, permit_kinds
 
-ORDER = 2
-"""Number of the order of samples, in a training identity. A checkpoint of another order cannot go on."""
+ORDERS = (2, 3)
+"""Numbers of the orders of samples that a training may have. A checkpoint of another one cannot go on."""
+
+OF_RELEASE_02: layers.Document = {"data": {"order": 2}}
+"""Values of keys that a configuration kept by release 0.2 does not name; below all others."""
 
 SECTIONS_WITHOUT_ENTRY = {"run": "", "data": "data."}
 """Section -> prefix of its keys, which stand in a training identity beside the entries of the other sections."""
@@ -104,7 +107,7 @@ class Config(Section):
         The marks of the keys say what is in it: not launch, layout, tracking, checkpoints and evaluation, so that a run
         may go on with more processes. The dataset and the initial weights count by their digests, wherever they lie.
         """
-        identity: dict[str, Any] = {"dataset": dataset_digest, "order": ORDER}
+        identity: dict[str, Any] = {"dataset": dataset_digest, "order": self.data.order}
         for name, own in self:
             section = own.identity()
             if name in SECTIONS_WITHOUT_ENTRY:
@@ -160,7 +163,8 @@ def parse_kept(
     text: str, where: str, overrides: Sequence[str] = (), above: dict[str, layers.Document] | None = None
 ) -> Config:
     """The same for a text that a run's folder holds, perhaps of an earlier release: only overrides permit code."""
-    found = _validated({where: layers.parse_layer(text, where), **(above or {})}, overrides)
+    kept = layers.merged(OF_RELEASE_02, layers.parse_layer(text, where))
+    found = _validated({where: kept, **(above or {})}, overrides)
     permit_kinds(code_of(found).intersection(re.findall(r"[\w.:]+", " ".join(overrides))))
     return found
 

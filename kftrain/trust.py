@@ -200,7 +200,7 @@ def require_places(manifest: Manifest, manifest_uri: str, config: Config) -> Non
     """
     from kftrain.sharding.sources.webdataset import source_folder
 
-    folders = {shard.folder for split in manifest.splits.values() for shard in split.shards if shard.is_adopted}
+    folders = manifest.adopted_folders
     allowed = (
         (config.run.storage_root, source_folder(config.data.source), *_read_list(ROOTS_VARIABLE)) if folders else ()
     )

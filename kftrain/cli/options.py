@@ -41,6 +41,15 @@ resume_option = click.option(
 )
 
 
+rehash_option = click.option(
+    "--rehash",
+    "overrides",
+    flag_value="data.rehash=true",
+    multiple=True,
+    help="Hash all shards that are there, whatever their times say.",
+)
+
+
 def config_options(command: Command) -> Command:
     """Add `--config` and `--set`."""
     return config_file_option(override_option(command))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from kftrain.cli.options import config_options, resume_option
+from kftrain.cli.options import config_options, rehash_option, resume_option
 from kftrain.client.console import echo
 from kftrain.client.local_run import EndedRun, load_run, run_here
 from kftrain.run.paths import RunPaths
@@ -17,6 +17,7 @@ from kftrain.run.paths import RunPaths
 
 @click.command("run")
 @config_options
+@rehash_option
 @click.option(
     "--workdir", metavar="FOLDER", default=".", help="Relative paths start here; default: the current folder."
 )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from kftrain import config as configuration
-from kftrain.cli.options import config_options, override_option
+from kftrain.cli.options import config_options, override_option, rehash_option
 from kftrain.client.console import Display, echo, open_display, show_output
 from kftrain.core import storage
 from kftrain.core.progress import ERROR_LINE, Progress
@@ -28,6 +28,7 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Print the job tha
 
 @click.command("shard")
 @config_options
+@rehash_option
 @click.option("--run", "run_id", metavar="NAME", default="", help="Id of the run; an existing one is opened again.")
 def shard_command(config_file: tuple[str, ...], overrides: tuple[str, ...], run_id: str) -> None:
     """Start a run: check everything cheap, write the dataset's shards."""

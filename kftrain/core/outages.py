@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from kftrain.core import traffic
 from kftrain.core.credentials import redact
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import ConfigError, KftrainError, StorageAwayError, StorageError
@@ -44,7 +45,7 @@ _CODES = {errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EAGAIN, e
 """Codes of an object store that asks for fewer requests, and of a network file system that lost its server."""
 
 _NAMES = re.compile(
-    "Connect|Timeout|PayloadError|IncompleteRead|HTTPClientError|ResponseParserError|ServiceRe(quest|spon)"
+    "Connect|Timeout|PayloadError|IncompleteRead|ChecksumError|HTTPClientError|ResponseParserError|ServiceRe(quest|spon)"
 )
 """Classes of exceptions, of Python and of the drivers of object stores, that speak of a service that is away, or of an
 answer that was cut off or comes from a proxy in front of it."""
@@ -56,7 +57,6 @@ _REFUSED = re.compile("NoCredentials|PartialCredentials|CredentialRetrieval|Toke
 """Classes of exceptions of drivers that found no credentials, perhaps because the service that gives them is away."""
 
 _PASSING = frozenset((HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS))
-
 
 _FULL_CODES = {errno.ENOSPC, errno.EDQUOT}
 
@@ -87,12 +87,6 @@ def make_full_error(error: BaseException, where: str = "") -> StorageError:
     )
 
 
-def _make_refused_error(error: OSError) -> ConfigError:
-    """Make the error for a path that this machine does not let anybody use."""
-    what = f"the system refuses it: {error.strerror}"
-    return ConfigError(what, where=str(error.filename2 or error.filename), fix="check the path and its permissions")
-
-
 @contextlib.contextmanager
 def explain_disk_errors(where: str) -> Iterator[None]:
     """Turn what a disk cannot do within the block into our errors. Raises StorageError where it is full.
@@ -105,7 +99,8 @@ def explain_disk_errors(where: str) -> Iterator[None]:
         if is_full(error):
             raise make_full_error(error, where) from error
         if error.errno in _REFUSING_CODES and error.filename:
-            raise _make_refused_error(error) from error
+            what, place = f"the system refuses it: {error.strerror}", str(error.filename2 or error.filename)
+            raise ConfigError(what, where=place, fix="check the path and its permissions") from error
         raise
 
 
@@ -160,9 +155,7 @@ def is_outage(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Tell whether an exception says that this may not be done.
-
-    Where it was done before, that passes.
+    """Tell whether an exception says that this may not be done; where it was done before, that passes.
 
     A HEAD is answered without a body: S3 says 400 then of a token that has expired.
     """
@@ -221,15 +214,10 @@ class OutagePolicy:
         self._answered: set[tuple[str, str]] = set()
 
     def call(self, uri: str, kind: str, work: Callable[[], T]) -> T:
-        """Return what `work` does, once the store answers.
+        """Return what `work` does, once the store answers; it is called again, whatever became of it before.
 
-        Args:
-            uri: What the call is about.
-            kind: What it does; rights are given for that.
-            work: The call. It may be made any number of times, whatever became of it before.
-
-        Raises:
-            StorageError: The store is away for longer than it is waited for.
+        `kind`: what it does; rights are given for that. Raises StorageError where the store is away for longer than it
+        is waited for.
         """
         store = _name_store(uri)
         began, pauses, was_away = self._clock(), iterate_pauses(), False
@@ -249,6 +237,7 @@ class OutagePolicy:
                 if away_seconds >= SAID_AFTER_SECONDS:
                     self._news.tell(store or STORAGE, one_line(error))
                 was_away = True
+                traffic.count(retries=1)
                 self._sleep(max(0.0, min(next(pauses), limit_seconds - away_seconds)))
             else:
                 self._note_answer(store, kind, was_away)

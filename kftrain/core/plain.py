@@ -23,8 +23,7 @@ from yaml.scanner import Scanner
 from kftrain.errors import ConfigError
 
 MAX_TEXT_LENGTH = 1 << 20
-"""Most characters of a configuration, which is text by hand; anything larger is a mistake or an attack. A configuration
-is text by hand; anything larger is a mistake or an attack."""
+"""Most characters of a configuration, which is text by hand; anything larger is a mistake or an attack."""
 
 MAX_DEPTH = 64
 """Most levels of mappings and lists in each other."""
@@ -43,8 +42,7 @@ _TAGS = {
 """Tags that are known; None stands for every tag that is not."""
 
 _INTEGER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")
-"""Pattern of an integer. YAML 1.1 takes 010 for 8 and 1:30 for 90; here they are text. YAML 1.1 takes 010 for 8 and
-1:30 for 90; here they are text."""
+"""Pattern of an integer. YAML 1.1 takes 010 for 8 and 1:30 for 90; here they are text."""
 
 Path = tuple[str | int, ...]
 """Keys and positions that lead to a value."""
@@ -85,17 +83,14 @@ def _iterate_flaws(value: Any, path: Path) -> Iterator[tuple[Path, str, Any]]:
     elif isinstance(value, float) and not math.isfinite(value):
         yield path, "not a finite number", value
     elif isinstance(value, int) and abs(value) > MAX_INTEGER:
-        yield path, f"not an integer up to {MAX_INTEGER} (2^53 - 1)", _describe_integer(value)
+        # Python refuses to write out one of more than 4,300 digits.
+        part = value if value.bit_length() < 1000 else f"an integer of {value.bit_length()} bits"
+        yield path, f"not an integer up to {MAX_INTEGER} (2^53 - 1)", part
 
 
 def _iterate_text_flaws(text: str, path: Path) -> Iterator[tuple[Path, str, Any]]:
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         yield path, "text with a zero byte, or with half a character", text
-
-
-def _describe_integer(number: int) -> Any:
-    """Describe an integer: Python refuses to write out one of more than 4,300 digits."""
-    return number if number.bit_length() < 1000 else f"an integer of {number.bit_length()} bits"
 
 
 if yaml.__with_libyaml__:

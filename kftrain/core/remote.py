@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import inspect
 import io
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -22,7 +23,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 import fsspec
 import fsspec.asyn
 
-from kftrain.core import outages, threads
+from kftrain.core import outages, s3_ranges, threads
+from kftrain.core.hedging import Hedge
 from kftrain.errors import ConfigError
 
 READ_BYTES = 16 << 20
@@ -33,17 +35,8 @@ WRITE_BYTES = 8 << 20
 
 T = TypeVar("T")
 
-
 MAX_REQUESTS = 32
 """Most requests of one call at once."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Call of a driver's method."""
-
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,8 @@ class Deadline:
 
 
 deadline = Deadline()
+
+_hedge = Hedge()
 
 
 class PositionedStream(io.RawIOBase):
@@ -95,10 +90,7 @@ class PositionedStream(io.RawIOBase):
 
 
 class RemotePath:
-    """Object of a store, or a folder.
-
-    Methods raise what the driver raises, and TimeoutError. Methods raise what the driver raises, and TimeoutError.
-    """
+    """Object of a store, or a folder. Methods raise what the driver raises, and TimeoutError."""
 
     def __init__(self, uri: str) -> None:
         """Raises ConfigError where no driver is installed."""
@@ -136,7 +128,8 @@ class RemotePath:
 
     def find(self) -> dict[str, tuple[str, dict[str, Any]]]:
         """Return the URI of every object at or below the path -> its name there, and what the store says of it."""
-        root, objects = self._path.rstrip("/"), self._call("find", detail=True)
+        root = self._path.rstrip("/")
+        objects = self._call("find", times=16, detail=True)  # many pages, nobody knows before how many
         return {
             str(self._filesystem.unstrip_protocol(path)): (
                 path.removeprefix(root).lstrip("/") or path.rsplit("/", 1)[-1],
@@ -151,18 +144,34 @@ class RemotePath:
         if size <= READ_BYTES:
             return self._require_whole(self._call("cat_file", num_bytes=size), size)
         with self.open_read() as stream:
-            return stream.read()
+            return stream.read(size)  # without a number Python asks for 8 KiB at a time
 
-    def read_range(self, start: int, stop: int) -> bytes:
-        """Read the bytes from `start` on, before `stop`."""
-        return self.read_ranges([start], [stop])[0]
+    def read_range(self, start: int, stop: int, least: int) -> bytes:
+        """Read the bytes from `start` on, before `stop`; or, of those, as many as came, where `least` are enough.
 
-    def read_ranges(self, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
-        """Read several ranges, with all requests at once."""
-        calls = [_Call((self._path,), {"start": start, "end": stop}) for start, stop in zip(starts, stops, strict=True)]
-        contents = self._run("cat_file", calls, sum(stops) - sum(starts))
-        sizes = (stop - start for start, stop in zip(starts, stops, strict=True))
-        return [self._require_whole(*pair) for pair in zip(contents, sizes, strict=True)]
+        Raises OSError where the object ends before.
+        """
+        content = self._read_hedged(start, stop)
+        if len(content) < least and int(self.object_info()["size"]) < start + least:
+            raise OSError(errno.ENODATA, "it ends before what is read of it", self.uri)
+        return content if least <= len(content) <= stop - start else self._require_whole(content, stop - start)
+
+    def _read_hedged(self, start: int, stop: int) -> bytes:
+        """Read what comes of a range; a slow request is made a second time, where the driver is asynchronous."""
+        if not getattr(self._filesystem, "async_impl", False):
+            return bytes(self._call("cat_file", start=start, end=stop, num_bytes=stop - start))
+
+        async def read() -> Any:
+            content = await s3_ranges.read_range(self._filesystem, self._path, start, stop)
+            return await self._filesystem._cat_file(self._path, start=start, end=stop) if content is None else content
+
+        seconds = deadline.seconds(stop - start)
+        try:
+            answer = fsspec.asyn.sync(self._filesystem.loop, _hedge.call, stop - start, read, timeout=seconds)
+        except asyncio.TimeoutError as error:
+            s3_ranges.leave_to_s3fs(s3_ranges.REST_SECONDS)
+            raise _make_late_error(seconds, self.uri) from error
+        return bytes(answer)
 
     def open_read(self, read_ahead: bool = True) -> BinaryIO:
         """Open an object as a stream. Raises FileNotFoundError."""
@@ -218,7 +227,7 @@ class RemotePath:
         """Copy all files below a folder of this machine."""
         files = sorted(file for file in folder.rglob("*") if file.is_file())
         root = self._path.rstrip("/")
-        calls = [_Call((str(file), f"{root}/{file.relative_to(folder).as_posix()}"), {}) for file in files]
+        calls = [(str(file), f"{root}/{file.relative_to(folder).as_posix()}") for file in files]
         self._run("put_file", calls, sum(file.stat().st_size for file in files))
 
     def remove(self) -> None:
@@ -233,18 +242,21 @@ class RemotePath:
             raise TimeoutError(errno.ETIMEDOUT, what, self.uri)
         return content
 
-    def _call(self, name: str, *arguments: Any, num_bytes: int = 0, **options: Any) -> Any:
-        return self._run(name, [_Call((self._path, *arguments), options)], num_bytes)[0]
+    def _call(self, name: str, *arguments: Any, num_bytes: int = 0, times: int = 1, **options: Any) -> Any:
+        return self._run(name, [(self._path, *arguments)], num_bytes, times, **options)[0]
 
-    def _run(self, name: str, calls: Sequence[_Call], num_bytes: int) -> list[Any]:
-        """Call a method of the driver, all calls at once where it can, until their deadline."""
-        seconds = deadline.seconds(num_bytes)
+    def _run(
+        self, name: str, calls: Sequence[tuple[Any, ...]], num_bytes: int, times: int = 1, **options: Any
+    ) -> list[Any]:
+        """Call a method of the driver, with several arguments at once where it can, until so many deadlines."""
+        seconds = times * deadline.seconds(num_bytes)
         coroutine = getattr(self._filesystem, f"_{name}", None)
         if not (getattr(self._filesystem, "async_impl", False) and inspect.iscoroutinefunction(coroutine)):
             method = getattr(self._filesystem, name)
-            return _run_in_thread(lambda: [method(*c.arguments, **c.options) for c in calls], seconds, self.uri)
+            return _run_in_thread(lambda: [method(*arguments, **options) for arguments in calls], seconds, self.uri)
+        method = functools.partial(coroutine, **options)
         try:
-            answers = fsspec.asyn.sync(self._filesystem.loop, _call_together, coroutine, calls, timeout=seconds)
+            answers = fsspec.asyn.sync(self._filesystem.loop, _call_together, method, calls, timeout=seconds)
         except asyncio.TimeoutError as error:
             raise _make_late_error(seconds, self.uri) from error
         return cast("list[Any]", answers)
@@ -274,15 +286,15 @@ def _open_filesystem(uri: str) -> tuple[Any, str]:
     return filesystem, str(path)
 
 
-async def _call_together(method: Callable[..., Awaitable[Any]], calls: Sequence[_Call]) -> list[Any]:
+async def _call_together(method: Callable[..., Awaitable[Any]], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Return what the calls return, in order; cancel them if it is cancelled, which fsspec's own functions do not."""
     free = asyncio.Semaphore(MAX_REQUESTS)
 
-    async def one(call: _Call) -> Any:
+    async def one(*arguments: Any) -> Any:
         async with free:
-            return await method(*call.arguments, **call.options)
+            return await method(*arguments)
 
-    tasks = [asyncio.ensure_future(one(call)) for call in calls]
+    tasks = [asyncio.ensure_future(one(*arguments)) for arguments in calls]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -338,7 +350,7 @@ class _ObjectReader(PositionedStream):
         return len(content)
 
     def _read(self, start: int, stop: int) -> bytes:
-        content = self._path.read_range(start, stop)
+        content = self._path.read_range(start, stop, stop - start)
         if stop - start < self.size_bytes and read_version(self._path.info()) != self._version:
             raise OSError(errno.EREMCHG, "it was replaced while it was read", self._path.uri)
         return content

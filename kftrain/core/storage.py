@@ -18,35 +18,21 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kftrain.core.outages import (
-    explain_disk_errors,
-    is_full,
-    is_outage,
-    make_full_error,
-    refuse_missing_folder,
-    retried,
-    retry_for,
-    ride_out,
-    simplify_errors,
-)
-from kftrain.core.remote import RemotePath, read_modified, read_version
+from kftrain.core.outages import explain_disk_errors as explain_disk_errors
+from kftrain.core.outages import is_full as is_full
+from kftrain.core.outages import is_outage as is_outage
+from kftrain.core.outages import make_full_error as make_full_error
+from kftrain.core.outages import refuse_missing_folder, retried, ride_out
+from kftrain.core.outages import retry_for as retry_for
+from kftrain.core.outages import simplify_errors as simplify_errors
+from kftrain.core.remote import RemotePath
+from kftrain.core.remote import read_modified as read_modified
+from kftrain.core.remote import read_version as read_version
 from kftrain.errors import ConfigError, DataError, KftrainError
-
-__all__ = (
-    "make_full_error",
-    "is_full",
-    "is_outage",
-    "read_modified",
-    "simplify_errors",
-    "retry_for",
-    "explain_disk_errors",
-    "read_version",
-)
-"""Names that belong to storage and are written elsewhere."""
 
 HASH_CHUNK_BYTES = 1 << 20
 
@@ -152,9 +138,12 @@ def read_bytes(uri: str) -> bytes:
 
 
 @retried("read")
-def read_ranges(uri: str, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
-    """Read parts of a remote file, each from its start to before its stop, all fetched at once."""
-    return RemotePath(uri).read_ranges(starts, stops)
+def read_range(uri: str, start: int, stop: int, least: int | None = None) -> bytes:
+    """Read a part of a remote file; with `least`, as much of it as came: who verifies that asks for the rest again.
+
+    Raises OSError where the file ends before.
+    """
+    return RemotePath(uri).read_range(start, stop, stop - start if least is None else least)
 
 
 def read_text(uri: str) -> str:
@@ -221,13 +210,7 @@ def publish(uri: str, data: bytes | str) -> None:
     content = data.encode() if isinstance(data, str) else data
     if not is_local(uri):
         return RemotePath(uri).write(content)
-    path = local_path(uri)
-    make_folder(path.parent)
-    # The content is durable before it gets its name, and the name after that: after a power cut there is the old file
-    # or the whole new one, never a name without content.
-    with _write_aside(path, content) as aside:
-        os.replace(aside, path)
-    sync_folder(path.parent)
+    _write_aside(local_path(uri), content, os.replace)
 
 
 def publish_json(uri: str, document: Any) -> None:
@@ -246,11 +229,7 @@ def create(uri: str, data: bytes | str) -> None:
     content = data.encode() if isinstance(data, str) else data
     if not is_local(uri):
         return RemotePath(uri).create(content)
-    path = local_path(uri)
-    make_folder(path.parent)
-    with _write_aside(path, content) as aside:
-        os.link(aside, path)  # unlike a rename, a link refuses to replace
-    sync_folder(path.parent)
+    _write_aside(local_path(uri), content, os.link)  # unlike a rename, a link refuses to replace
 
 
 def create_json(uri: str, document: Any) -> None:
@@ -278,7 +257,7 @@ def new_folder(uri: str) -> Iterator[Path]:
         content.mkdir()
         yield content
         for path in [*content.rglob("*"), content]:
-            sync_folder(path) if path.is_dir() else _finish_file(path)
+            sync_folder(path) if path.is_dir() else finish_file(path)
         # A rename to a folder that is not empty fails, so of two that fill the same name one stays, and neither is
         # mixed.
         try:
@@ -371,15 +350,20 @@ def _open_regular(path: Path) -> BinaryIO:
         raise
 
 
-def _finish_file(path: Path) -> None:
+def finish_file(path: Path) -> None:
     """Make a file durable, and readable for others: whoever wrote it may have kept it for itself."""
     path.chmod(PUBLISHED_MODE)
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
-@contextlib.contextmanager
-def _write_aside(path: Path, content: bytes) -> Iterator[str]:
+def _write_aside(path: Path, content: bytes, give_name: Callable[[str, Path], None]) -> None:
+    """Write a file that gets its name when it is whole.
+
+    The content is durable before it gets its name, and the name after that: after a power cut there is the old file or
+    the whole new one, never a name without content.
+    """
+    make_folder(path.parent)
     with refuse_missing_folder(path.parent):
         descriptor, aside = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:
@@ -388,7 +372,8 @@ def _write_aside(path: Path, content: bytes) -> Iterator[str]:
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(aside, PUBLISHED_MODE)
-        yield aside
+        give_name(aside, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(aside)
+    sync_folder(path.parent)

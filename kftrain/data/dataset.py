@@ -13,16 +13,21 @@ import resource
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
+from kftrain.core import storage, threads, traffic
 from kftrain.data.conversion import Conversion
-from kftrain.data.schema import Arrays, Field, SampleSchema
-from kftrain.data.shards.manifest import Manifest, choose_fix, read_manifest, row_bytes, shard_uri
+from kftrain.data.schema import Arrays, SampleSchema
+from kftrain.data.shards.gather import RowPlaces, find_address
+from kftrain.data.shards.manifest import Manifest, Shard, choose_fix, shard_uri
+from kftrain.data.shards.mapped import MappedBytes
 from kftrain.data.shards.npy_header import stored_dtype
 from kftrain.data.shards.reader import ShardReader, read_index
+from kftrain.data.shards.remote_bytes import MAX_FETCHES, Fetch
 from kftrain.data.shards.verified import Uses
-from kftrain.data.shards.verify import read_shard_keys
+from kftrain.data.shards.verify import name_samples, read_shard_keys
 from kftrain.errors import DataError
 
 MAX_OPEN_SHARDS = 128
@@ -47,43 +52,30 @@ class ShardedDataset:
     ) -> None:
         """Open no shard yet.
 
-        Args:
-            manifest_uri: Where the manifest lies.
-            manifest: Its content.
-            split: `train` or `validation`.
-            uses: Where to say which shards are read; without it none is hashed.
-            conversion: What makes of adopted samples what a task reads; None: they are given as they are stored.
-            left_out: Samples in stored order that are not seen, nor groups that have no others; the others are numbered
-                anew.
+        `uses`: is told which shards are read; without it none is hashed. `conversion`: makes of adopted samples what a
+        task reads. `left_out`: samples in stored order that are not seen, nor groups that have no others; the others
+        are numbered anew.
         """
         self._uri = manifest_uri
         self._conversion = conversion
-        self._uses = uses
-        self._shards = manifest.splits[split].shards
+        self._uses = uses or Uses()
+        self._shards: Sequence[Shard] = manifest.splits[split].shards
         self._stored: SampleSchema = manifest.schema_of(split)
         self.schema: SampleSchema = conversion.schema if conversion else self._stored
         """Of what `read` gives."""
         self._left_out = np.sort(np.asarray(left_out, np.int64))
         self.num_groups = manifest.splits[split].num_blocks
         """Blocks; in the validation split each is an independent unit (a document, an image)."""
-        self.samples_per_shard = np.array([shard.num_samples for shard in self._shards], np.int64)
-        self._shard_starts = np.concatenate([[0], np.cumsum(self.samples_per_shard)])
+        self._shard_starts = np.append(0, np.cumsum(manifest.splits[split].column("num_samples")))
         self._key_prefixes = [
             f"{component.name}/" for component in manifest.components for _ in range(component.num_shards[split])
         ]
-        self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        self._cache = self._uses.cache
+        self._open: OrderedDict[int, Future[ShardReader]] = OrderedDict()
         self._max_open = MAX_OPEN_SHARDS
         self._lock = threading.Lock()
         if left_out:
             self.num_groups = len(self._group_ends)
-
-    @classmethod
-    def open(cls, manifest_uri: str, split: str) -> ShardedDataset:
-        """Open the split `train` or `validation` of the dataset at `manifest_uri`.
-
-        Raises DataError; opens no shard yet.
-        """
-        return cls(manifest_uri, read_manifest(manifest_uri), split)
 
     @property
     def num_samples(self) -> int:
@@ -106,14 +98,10 @@ class ShardedDataset:
         What is encoded is `[k]` of `object`: bytes, or views of the mapped shard. Raises DataError that names the shard
         where one is missing or damaged, or was found to be while it was read before.
         """
-        gathered = {
-            field.name: np.empty(len(samples), "O" if field.is_encoded else f"V{row_bytes(field)}")
-            for field in self._stored.fields
-        }
-        for reader, chosen, rows in self._split_by_shard(samples):
-            for name, rows_of_field in reader.gather(rows).items():
-                gathered[name][chosen] = rows_of_field
-        arrays = {field.name: _view_as_rows(field, gathered[field.name]) for field in self._stored.fields}
+        places = self._make_places(len(samples))
+        for reader, chosen, rows, source in self._find_bytes(samples):
+            reader.locate(rows, places, chosen, source)
+        arrays = places.copy()
         return self._conversion(arrays, lambda row: self.place_of(int(samples[row]))) if self._conversion else arrays
 
     def read_range(self, start: int, stop: int) -> tuple[Arrays, np.ndarray]:
@@ -126,18 +114,14 @@ class ShardedDataset:
 
         Rows are numbered in stored order, and all of them are in the split. For fields of numbers. Raises DataError.
         """
-        gathered = {field.name: np.empty(len(starts), f"V{length * row_bytes(field)}") for field in self.schema.fields}
-        for reader, chosen, rows in self._split_by_shard(starts):
+        places = self._make_places(len(starts), (length,))
+        for reader, chosen, rows, _ in self._find_bytes(starts):
             is_whole = reader.rows_left(rows) >= length
-            for name, strings in reader.gather(rows[is_whole], length).items():
-                gathered[name][chosen[is_whole]] = strings
-            for number in chosen[~is_whole].tolist():
+            reader.locate(rows[is_whole], places, chosen[is_whole], reader.fetch(rows[is_whole], length), length)
+            for number in chosen[~is_whole]:
                 for name, content in self._read_joined_run(int(starts[number]), length).items():
-                    gathered[name][number] = np.frombuffer(content, gathered[name].dtype)[0]
-        return {
-            field.name: gathered[field.name].view(stored_dtype(field.dtype)).reshape(len(starts), length, *field.shape)
-            for field in self.schema.fields
-        }
+                    places.put(number, name, np.int64(find_address(content)), content)
+        return places.copy()
 
     def _read_joined_run(self, start: int, length: int) -> dict[str, bytes]:
         """Read the bytes of rows that follow each other across blocks or shards."""
@@ -147,10 +131,23 @@ class ShardedDataset:
             (shard_id,), row = self._locate(np.array([start]))
             reader = self._open_shard(int(shard_id))
             taken = min(stop - start, int(reader.rows_left(row)[0]))
-            for name, strings in reader.gather(row, taken).items():
-                parts[name] += strings.tobytes()
+            places = self._make_places(1, (taken,))
+            reader.locate(row, places, np.zeros(1, np.int64), reader.fetch(row, taken), taken)
+            for name, rows in places.copy().items():
+                parts[name] += rows.tobytes()
             start += taken
         return parts
+
+    def plan_fetches(self, samples: np.ndarray) -> list[Fetch]:
+        """Return the requests for what the node lacks of these samples, int64 `[k]`. Raises DataError."""
+        return [fetch for reader, _, rows in self._split_by_shard(samples) for fetch in reader.plan(rows)]
+
+    def _make_places(self, num_rows: int, length: tuple[int, ...] = ()) -> RowPlaces:
+        types = {
+            field.name: np.dtype(object if field.is_encoded else (stored_dtype(field.dtype), (*length, *field.shape)))
+            for field in self._stored.fields
+        }
+        return RowPlaces(types, num_rows)
 
     def sample_bytes(self, samples: np.ndarray) -> np.ndarray:
         """Return the bytes of each sample over all fields, int64 `[k]`, from the indexes alone."""
@@ -209,7 +206,7 @@ class ShardedDataset:
         (shard_id,), (row,) = (located.tolist() for located in self._locate(np.array([sample])))
         shard = self._shards[shard_id]
         uri = shard_uri(self._uri, shard)
-        stops = np.cumsum(read_index(self._uri, shard, self._stored)[:, 0])
+        stops = np.cumsum(read_index(self._uri, shard, self._stored, self._cache)[:, 0])
         block = int(np.searchsorted(stops, row, side="right"))
         keys = read_shard_keys(self._uri, shard, self._stored)
         return f"{uri}, {next(itertools.islice(keys, block, None), 'unknown key')}"
@@ -217,7 +214,7 @@ class ShardedDataset:
     @functools.cached_property
     def _group_rows(self) -> np.ndarray:
         """Rows of each block that are seen."""
-        rows = np.concatenate([read_index(self._uri, shard, self._stored)[:, 0] for shard in self._shards])
+        rows = np.concatenate([read_index(self._uri, shard, self._stored, self._cache)[:, 0] for shard in self._shards])
         blocks = np.searchsorted(np.cumsum(rows), self._left_out, side="right")
         seen: np.ndarray = rows - np.bincount(blocks, minlength=len(rows))
         return seen
@@ -227,7 +224,9 @@ class ShardedDataset:
         return np.cumsum(self._group_rows[self._group_rows > 0])
 
     def _locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return shard ids, and rows within them."""
+        """Return shard ids, and rows within them. Raises IndexError for a number that no sample has."""
+        if len(samples) and not 0 <= samples.min() <= samples.max() < self.num_samples:
+            raise IndexError(f"samples {samples.min()} to {samples.max()} of {self.num_samples}")
         num_seen_before = self._left_out - np.arange(len(self._left_out))
         stored = samples + np.searchsorted(num_seen_before, samples, side="right")
         shard_ids = np.searchsorted(self._shard_starts, stored, side="right") - 1
@@ -238,27 +237,54 @@ class ShardedDataset:
         shard_ids, rows = self._locate(samples)
         order = np.argsort(shard_ids, kind="stable")
         starts = np.flatnonzero(np.diff(shard_ids[order], prepend=-1)).tolist()
+        closed = [number for number in shard_ids[order[starts]].tolist() if number not in self._open]
+        if self.is_remote and len(closed) > 1:
+            threads.call_together(self._open_shard, closed, MAX_FETCHES)
         for start, stop in itertools.pairwise([*starts, len(rows)]):
             chosen = order[start:stop]
             yield self._open_shard(int(shard_ids[chosen[0]])), chosen, rows[chosen]
 
+    def _find_bytes(self, samples: np.ndarray) -> Iterator[tuple[ShardReader, np.ndarray, np.ndarray, MappedBytes]]:
+        """Yield the same with the bytes that hold these rows; what the node lacks comes from all shards at once."""
+        parts = [(reader, chosen, rows, reader.find(rows)) for reader, chosen, rows in self._split_by_shard(samples)]
+        lacking = [part for part in parts if part[3] is None]
+        if self.is_remote:
+            traffic.count(cache_hits=len(parts) - len(lacking), cache_misses=len(lacking))
+        is_sequence = bool(lacking) and len(samples) > 1 and bool((np.diff(samples) == 1).all())
+        fetched = iter(threads.call_together(lambda part: part[0].fetch(part[2], 1, is_sequence), lacking, MAX_FETCHES))
+        for reader, chosen, rows, source in parts:
+            yield reader, chosen, rows, source or next(fetched)
+
+    @functools.cached_property
+    def is_remote(self) -> bool:
+        """True where the shards lie in an object store."""
+        return not storage.is_local(shard_uri(self._uri, self._shards[0]))
+
     def _open_shard(self, number: int) -> ShardReader:
-        if self._uses is not None:
-            self._uses.raise_found()
+        self._uses.raise_found()
         with self._lock:
             reader = self._open.get(number)
+            is_opened_here = reader is None
             if reader is None:
-                reader = ShardReader(self._uri, self._shards[number], self._stored, self._uses)
-                if self._uses is not None:
-                    self._uses.begin(reader.file)
-                self._open[number] = reader
+                reader = self._open[number] = Future()
                 if len(self._open) > self._max_open:
                     self._open.popitem(last=False)
             self._open.move_to_end(number)
-            return reader
+        if is_opened_here:
+            self._open_into(reader, number)
+        return reader.result()
 
-
-def _view_as_rows(field: Field, gathered: np.ndarray) -> np.ndarray:
-    if field.is_encoded:
-        return gathered
-    return gathered.view(stored_dtype(field.dtype)).reshape(len(gathered), *field.shape)
+    def _open_into(self, opening: Future[ShardReader], number: int) -> None:
+        """Open a shard without the lock, so that several are opened at once; one that cannot be is tried again."""
+        shard = self._shards[number]
+        try:
+            name = functools.partial(name_samples, self._uri, shard, self._stored)
+            reader = ShardReader(self._uri, shard, self._stored, self._cache, name)
+            if reader.file is not None:
+                self._uses.begin(reader.file)
+        except BaseException as error:  # noqa: BLE001 - it is raised again, in all threads that wait
+            with self._lock:
+                self._open.pop(number, None)
+            opening.set_exception(error)
+        else:
+            opening.set_result(reader)

@@ -9,16 +9,20 @@ generator is put where it is wanted, which takes a tenth of making a new one.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kftrain.core import traffic
 from kftrain.core.plugins import user_code
+from kftrain.data.counters import Counters
 from kftrain.data.schema import Arrays
 from kftrain.errors import DataError, KftrainError, UserCodeError, error_from_dict
+from kftrain.process.machine import read_busy_seconds
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import TrainingTask
@@ -33,15 +37,12 @@ class Samples(Protocol):
     @property
     def num_samples(self) -> int:
         """Number of samples of one epoch."""
-        ...
 
     def read(self, samples: np.ndarray) -> Arrays:
         """Read samples by number, int64 `[k]`, as they are stored: field name -> `[k, *shape]`, files as `object`."""
-        ...
 
     def place_of(self, sample: int) -> str:
         """Tell people where a sample lies: the shard and the key. Slow."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -158,28 +159,32 @@ class Decoding:
 
 @dataclass
 class Filled:
-    """Result of decoding some rows: bytes, time and bad samples."""
+    """Result of decoding some rows: what it has cost, and bad samples."""
 
-    num_bytes: int = 0
-    """Bytes that were read, as stored."""
-    seconds: float = 0.0
-    """Seconds of reading and decoding, over all workers."""
+    counters: Counters = field(default_factory=Counters)
     bad: dict[int, BadSample] = field(default_factory=dict)
     """Row -> what is wrong with its sample."""
 
     def add(self, other: Filled, first_row: int) -> None:
         """Take in the rows that begin at `first_row`."""
-        self.num_bytes += other.num_bytes
-        self.seconds += other.seconds
+        self.counters.add(other.counters)
         self.bad.update({first_row + row: sample for row, sample in other.bad.items()})
 
 
-class Decoder:
-    """Reader and decoder of samples; one for each thread. One for each thread."""
+class Turns(NamedTuple):
+    """Turns of threads that share readers and decoders; entered to read, and to decode what was read."""
 
-    def __init__(self, samples: Samples, decoding: Decoding) -> None:
+    to_read: threading.Semaphore
+    to_decode: threading.Semaphore
+
+
+class Decoder:
+    """Reader and decoder of samples; one for each thread."""
+
+    def __init__(self, samples: Samples, decoding: Decoding, turns: Turns | None = None) -> None:
         self._samples = samples
         self._decoding = decoding
+        self._turns = turns or Turns(threading.Semaphore(), threading.Semaphore())
         self._generators = Generators(decoding.seed)
 
     def find_layout(self, locate: Callable[[np.ndarray], np.ndarray]) -> Layout:
@@ -203,9 +208,19 @@ class Decoder:
         The row of a bad sample is left as it is. Raises what reading raises, and DataError or UserCodeError, with shard
         and key, for a bad sample where none is tolerated.
         """
-        start = time.perf_counter()
-        arrays = self._samples.read(numbers)
-        filled = Filled(num_bytes=count_stored_bytes(arrays))
+        with self._turns.to_read:
+            arrays, counters = read_samples(self._samples, numbers)
+        filled = Filled(counters)
+        with self._turns.to_decode:
+            start, busy = time.perf_counter(), read_busy_seconds()
+            self._decode_rows(into, arrays, numbers, positions, filled)
+            counters.busy_seconds = read_busy_seconds() - busy
+            counters.decode_seconds = time.perf_counter() - start
+        return filled
+
+    def _decode_rows(
+        self, into: Arrays, arrays: Arrays, numbers: np.ndarray, positions: np.ndarray, filled: Filled
+    ) -> None:
         for row, position in enumerate(positions.tolist()):
             try:
                 put_row(into, row, self._decode(_take_row(arrays, row), position))
@@ -214,8 +229,6 @@ class Decoder:
                 if not self._decoding.max_bad_samples:
                     raise problem from error
                 filled.bad[row] = BadSample(int(numbers[row]), problem)
-        filled.seconds = time.perf_counter() - start
-        return filled
 
     def _decode(self, sample: Arrays, position: int) -> Arrays:
         return self._decoding.decode(sample, self._generators.at(position))
@@ -231,9 +244,13 @@ def at_place(error: KftrainError, place: str) -> KftrainError:
     return error_from_dict({**error.to_dict(), "where": where})
 
 
-def count_stored_bytes(arrays: Arrays) -> int:
-    """Count the bytes of some samples as they were read."""
-    return sum(sum(map(len, array)) if array.dtype == object else array.nbytes for array in arrays.values())
+def read_samples(samples: Samples, numbers: np.ndarray) -> tuple[Arrays, Counters]:
+    """Read samples by number; return them, and what that has cost."""
+    start = time.perf_counter()
+    arrays = samples.read(numbers)
+    seconds = time.perf_counter() - start
+    num_bytes = sum(sum(map(len, array)) if array.dtype == object else array.nbytes for array in arrays.values())
+    return arrays, Counters(num_bytes, seconds, slowest_seconds=seconds, **traffic.take_counts())
 
 
 def _take_row(arrays: Arrays, row: int) -> Arrays:

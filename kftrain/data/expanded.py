@@ -22,7 +22,7 @@ KEPT_SAMPLES = 4
 """Number of samples whose rows are kept."""
 
 Gather = Callable[[Any], list[Any]]
-"""Collective function from the value of each process to those of all, by rank. Collective."""
+"""Collective function from the value of each process to those of all, by rank."""
 
 
 class Expanded:

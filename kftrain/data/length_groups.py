@@ -25,11 +25,19 @@ class LengthGroups:
     num_batches: int
     """Number of batches of a group: more of them are nearer in length, and less random."""
 
-    def sort_by_length(self, samples: np.ndarray, first_position: int, key: np.ndarray) -> np.ndarray:
-        """Return the samples of a window, int64 `[k]`, whose first one stood at `first_position`, in a new order."""
+    def sort_by_length(
+        self, samples: np.ndarray, first_position: int, key: np.ndarray, lanes: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return the samples of a window, int64 `[k]`, whose first one stood at `first_position`, in a new order.
+
+        `lanes`: of each position, int64 `[k]`. Each lane's samples of a group are sorted by themselves, and each batch
+        takes the next ones of every lane: near in length, and read where the lane reads.
+        """
         positions = np.arange(first_position, first_position + len(samples))
         groups = positions // (self.batch_samples * self.num_batches)
-        ordered: np.ndarray = samples[np.lexsort((self.lengths(samples), groups))]
+        own = np.zeros(len(samples), np.int64) if lanes is None else lanes
+        ordered = np.empty_like(samples)
+        ordered[np.lexsort((own, groups))] = samples[np.lexsort((self.lengths(samples), own, groups))]
         for group in np.unique(groups).tolist():
             start, stop = np.searchsorted(groups, (group, group + 1)).tolist()
             start += -(first_position + start) % self.batch_samples

@@ -1,6 +1,6 @@
 """Feeds one rank: the samples of each step, read, decoded and made ready ahead, in the background.
 
-Who reads and decodes is a `Fetcher`: this process's threads, or processes of their own. A thread makes micro batches of
+This process's threads, or processes of their own, read and decode. A thread makes micro batches of
 what they have fetched, step after step. The loader has no state: step s is always samples s * B … (s + 1) * B - 1 of
 the order, so resuming is asking for another first step.
 """
@@ -8,21 +8,27 @@ the order, so resuming is asking for another first step.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from kftrain.data.decoding import BadSample, Decoding, Samples
+from kftrain.core.progress import to_log
+from kftrain.data.counters import Counters
+from kftrain.data.decoding import BadSample, Decoding, Filled, Samples
 from kftrain.data.order import BatchPlan, Order
+from kftrain.data.read_ahead import AheadPlan, ReadAhead
 from kftrain.data.schema import Arrays
+from kftrain.data.tuning import Limits, Tuner, Tuning
 from kftrain.data.worker_processes import DecodingProcesses, WorkerCommand
-from kftrain.data.workers import DecodingThreads, Fetched, Fetcher, Readers, Rows
+from kftrain.data.workers import Rows, Threads
 from kftrain.errors import DataError
+from kftrain.process.machine import read_available_bytes
 
 
 @dataclass(frozen=True)
@@ -62,17 +68,10 @@ class StepBatch:
         return sum(array.nbytes for micro in self.micro_batches for array in micro.arrays.values())
 
 
-FIRST_PREFETCH_BATCHES = 2
-MAX_PREFETCH_BATCHES = 16
-MAX_PREFETCH_BYTES = 1 << 30
-"""Most bytes of the steps that one process reads ahead, where it is left to it how many."""
+SENT_STEPS = 2
+"""Steps ahead that are sent to the device, whose memory is not that by which their number is chosen."""
 
-
-def choose_steps_ahead(num_steps: int, has_waited: bool, step_bytes: int) -> int:
-    """Choose how many steps to read ahead from now on: one more where the consumer has waited, as far as they fit."""
-    fits = (num_steps + 1) * step_bytes <= MAX_PREFETCH_BYTES
-    return num_steps + 1 if has_waited and fits and num_steps < MAX_PREFETCH_BATCHES else num_steps
-
+Fetcher = Threads | DecodingProcesses
 
 MAX_READ_BYTES = 4 << 20
 """Most bytes of the steps that are read at once."""
@@ -86,70 +85,80 @@ def choose_steps_of_read(num_steps: int, step_bytes: int) -> int:
     return max(1, min(2 * num_steps, MAX_READ_BYTES // max(1, step_bytes)))
 
 
-@dataclass(frozen=True)
-class Workers:
-    """Number and kind of those who read and decode."""
-
-    count: int = 0
-    """Number of workers; 0: the thread that makes the batches."""
-    command: WorkerCommand | None = None
-    """Command that starts processes that decode; None: threads."""
+Made = tuple[list[StepBatch], Counters]
+"""Steps, and what they have cost."""
 
 
 @dataclass
-class Counters:
-    """Measurements of the loader of one rank so far."""
-
-    stall_seconds: float = 0.0
-    """Time that the consumer has waited for data."""
-    num_bytes: int = 0
-    """Bytes that were read, as they are stored."""
-    decode_seconds: float = 0.0
-    """Seconds of reading and decoding, over all workers."""
-    ready_steps: int = 0
-    """Sum, over the steps that were taken, of how many were ready to be taken."""
-    num_steps: int = 0
-    """Number of steps that were taken."""
-
-
-@dataclass(frozen=True)
 class _Read:
     """Steps that are read at once."""
 
     steps: range
     pending: Rows
-    future: Future[list[StepBatch]]
+    fetched: Future[tuple[Arrays, Filled]] | None = None
+    """None where whoever wants them waits for their rows."""
+    made: Future[Made] | None = None
+    """None until they are among the next ones."""
 
 
 class _ReadAhead:
-    """Reads of steps before they are asked for, by a thread of their own."""
+    """Reads of steps before they are asked for: a thread makes the next ones ready, and one waits for the others."""
 
     def __init__(
-        self, steps: range, begin: Callable[[range], Rows], make: Callable[[range, Rows], list[StepBatch]]
+        self, steps: range, begin: Callable[[range], Rows], make: Callable[[_Read], Made], in_order: bool
     ) -> None:
+        """`in_order`: one thread waits for the rows of all, as they were asked for."""
+        self._in_order = in_order
         self._upcoming = steps
         self._begin = begin
         self._make = make
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-        self.reads: deque[_Read] = deque()
-        """In order; the first is taken next."""
+        self._waiter, self._maker = (ThreadPoolExecutor(1, thread_name_prefix="prefetch") for _ in range(2))
+        self._reads: deque[_Read] = deque()
 
     def begin_reads(self, num_steps: int, steps_of_read: int) -> None:
         """Begin reads of so many steps each, until at least `num_steps` are ahead or no more are to come."""
-        while self._upcoming and sum(len(read.steps) for read in self.reads) < num_steps:
-            steps, self._upcoming = self._upcoming[:steps_of_read], self._upcoming[steps_of_read:]
-            pending = self._begin(steps)
-            self.reads.append(_Read(steps, pending, self._thread.submit(self._make, steps, pending)))
+        while self._upcoming and (num_ahead := sum(len(read.steps) for read in self._reads)) < num_steps:
+            read = self._begin_next(steps_of_read)
+            if self._in_order or num_ahead >= SENT_STEPS:
+                read.fetched = self._waiter.submit(read.pending.result)
+        num_ahead = 0
+        for read in self._reads:
+            if read.made is None and num_ahead < SENT_STEPS:
+                read.made = self._maker.submit(self._make, read)
+            num_ahead += len(read.steps)
+
+    def take(self) -> _Read | None:
+        """Take the next steps, where none are ahead a single one, which nobody makes yet; None after the last."""
+        if not self._reads and self._upcoming:
+            self._begin_next(1)
+        return self._reads.popleft() if self._reads else None
+
+    def _begin_next(self, num_steps: int) -> _Read:
+        steps, self._upcoming = self._upcoming[:num_steps], self._upcoming[num_steps:]
+        self._reads.append(_Read(steps, self._begin(steps)))
+        return self._reads[-1]
+
+    def begin_again(self, steps: range) -> None:
+        """Begin to read steps that were taken once more, each by itself."""
+        again = [_Read(range(step, step + 1), self._begin(range(step, step + 1))) for step in steps]
+        self._reads.extendleft(reversed(again))
 
     def count_ready(self) -> int:
-        """Count the steps that could be taken now."""
-        return sum(len(read.steps) for read in self.reads if read.future.done())
+        """Count the steps whose rows are there."""
+        futures = ((read, read.fetched or read.made) for read in self._reads)
+        return sum(len(read.steps) for read, future in futures if future and future.done())
 
     def close(self) -> None:
-        """End the thread; nobody waits for what it reads."""
-        for read in self.reads:
+        """End the threads; nobody waits for what they read."""
+        for read in self._reads:
             read.pending.cancel()
-        self._thread.shutdown(cancel_futures=True)
+        for thread in (self._waiter, self._maker):
+            thread.shutdown(cancel_futures=True)
+
+
+def measure_own_bytes() -> float:
+    """Measure the memory that is free for each training process of this machine."""
+    return read_available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 class TrainLoader:
@@ -161,17 +170,20 @@ class TrainLoader:
         order: Order,
         plan: BatchPlan,
         rank: int,
-        prefetch_batches: int | Literal["auto"],
+        tuning: Tuning,
         count_terms: CountTerms = lambda micro: micro.weight,
         decoding: Decoding | None = None,
-        workers: Workers | None = None,
+        command: WorkerCommand | None = None,
         send: Send | None = None,
+        limits: Limits | None = None,
+        ahead: AheadPlan | None = None,
     ) -> None:
         """Start nothing yet.
 
-        `prefetch_batches`: steps that are read ahead; 0 reads when asked; `auto`: see `choose_steps_ahead`.
+        `tuning`: settings to begin with; without `limits` they stay. With no steps ahead a step is read when asked.
         `count_terms`, `send`: called in the background; by default a sample is one term, and nothing is sent.
-        `decoding`: of rows that are not used as they are stored, by `workers`.
+        `decoding`: of rows that are not used as they are stored. `command`: starts the workers that are processes.
+        `ahead`: fetches what steps read from an object store before they do; None where it is on this machine.
 
         Raises DataError where there are more processes than samples.
         """
@@ -184,18 +196,24 @@ class TrainLoader:
         self._samples = samples
         self._order = order
         self._plan = plan
-        self._adapts = prefetch_batches == "auto"
-        self.prefetch_batches = FIRST_PREFETCH_BATCHES if prefetch_batches == "auto" else prefetch_batches
-        """Steps that are read ahead now."""
         self._count_terms = count_terms
         self._decoding = decoding
-        self._workers = workers or Workers()
+        self._command = command
         self._send = send
+        self._plan_ahead = ahead
+        self._read_ahead: ReadAhead | None = None
         self._offsets = plan.offsets(rank)
         self._weights = plan.weights(rank)
-        self._fetcher: Fetcher | None = None
-        self._step_bytes = 0
+        self._fetchers: list[Fetcher] = []
+        """The last one is asked; those before it finish what they were asked for."""
         self.counters = Counters()
+        self._limits = limits or Limits(tuning, tuning.steps)
+        self._tuner = Tuner(tuning, self._limits, self.counters, measure_own_bytes)
+
+    @property
+    def tuning(self) -> Tuning:
+        """Settings of now."""
+        return self._tuner.now
 
     def steps(self, first_step: int, num_steps: int) -> Generator[StepBatch, None, None]:
         """Yield steps first_step … first_step + num_steps - 1. What goes wrong in the background is raised here.
@@ -203,13 +221,12 @@ class TrainLoader:
         Closing the iterator, or leaving it to the garbage collector, ends the background thread. Worker processes are
         started by the first step that is asked for, and end with the thread that asked.
         """
-        with contextlib.closing(self._load(range(first_step, first_step + num_steps))) as batches:
-            for _ in range(num_steps):
-                start = time.perf_counter()
-                batch = next(batches)
-                self.counters.stall_seconds += time.perf_counter() - start
-                self.counters.num_steps += 1
-                yield batch
+        steps = range(first_step, first_step + num_steps)
+        with contextlib.ExitStack() as stack:
+            if self._plan_ahead is not None:
+                self._read_ahead = ReadAhead(self._plan_ahead, steps, self._find_numbers)
+                stack.callback(self._read_ahead.close)
+            yield from self._load(steps)
 
     def send_nothing(self) -> None:
         """Stop sending from the next iterator on: the consumer makes what it computes with in its own thread."""
@@ -217,82 +234,96 @@ class TrainLoader:
 
     def close(self) -> None:
         """End the workers; a next step starts them again."""
-        if self._fetcher is not None:
-            self._fetcher.close()
-            self._fetcher = None
+        for fetcher in self._fetchers:
+            fetcher.close()
+        self._fetchers.clear()
 
     def _load(self, steps: range) -> Generator[StepBatch, None, None]:
-        if not self.prefetch_batches:
-            yield from self._load_one_by_one(steps)
-            return
-        ahead = _ReadAhead(steps, self._begin, self._make)
-        try:
-            ahead.begin_reads(self.prefetch_batches, 1)
-            while ahead.reads:
-                yield from self._take_batches(ahead, ahead.reads.popleft())
-        finally:
-            ahead.close()
+        with contextlib.closing(_ReadAhead(steps, self._begin, self._make, self._decoding is not None)) as ahead:
+            if self._decoding is not None:  # else another thread would only be later with the first step
+                ahead.begin_reads(self.tuning.steps, 1)
+            while read := ahead.take():
+                start = time.perf_counter()
+                try:
+                    batches, cost = read.made.result() if read.made else self._make(read)
+                except DataError:
+                    if len(read.steps) == 1:
+                        raise
+                    ahead.begin_again(read.steps)  # those before the one that cannot be read are good
+                    continue
+                seconds = time.perf_counter() - start
+                self.counters.add(replace(cost, num_made=len(batches), seconds=seconds, stall_seconds=seconds))
+                step_bytes = max(batches[0].num_bytes, cost.num_bytes // len(batches))
+                self._tune(step_bytes)
+                steps_of_read = 1 if self._decoding else choose_steps_of_read(len(batches), step_bytes)
+                ahead.begin_reads(self.tuning.steps, steps_of_read)
+                yield from self._give(batches, ahead)
 
-    def _take_batches(self, ahead: _ReadAhead, read: _Read) -> Generator[StepBatch, None, None]:
-        has_waited = not read.future.done()
-        try:
-            batches = read.future.result()
-        except DataError:
-            if len(read.steps) == 1:
-                raise
-            yield from self._load_one_by_one(read.steps)  # those before the one that cannot be read are good
-            return
-        if self._adapts and self.counters.num_steps:  # for the first one everybody waits
-            self.prefetch_batches = choose_steps_ahead(self.prefetch_batches, has_waited, batches[0].num_bytes)
-        ahead.begin_reads(
-            self.prefetch_batches, 1 if self._decoding else choose_steps_of_read(len(batches), self._step_bytes)
-        )
-        for num_left in reversed(range(len(batches))):
+    def _give(self, batches: list[StepBatch], ahead: _ReadAhead) -> Generator[StepBatch, None, None]:
+        for num_left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+            self.counters.num_steps += 1
             self.counters.ready_steps += num_left + ahead.count_ready()
-            yield batches[-1 - num_left]
+            start = time.perf_counter()
+            yield batch
+            self._tuner.computed.append(time.perf_counter() - start)
+            self.counters.seconds += self._tuner.computed[-1]
 
-    def _load_one_by_one(self, steps: range) -> Generator[StepBatch, None, None]:
-        for step in steps:
-            one = range(step, step + 1)
-            yield from self._make(one, self._begin(one))
+    def _tune(self, step_bytes: int) -> None:
+        """Choose the settings anew, after a step was waited for."""
+        kind, line = self.tuning.kind, self._tuner.take(step_bytes)
+        if not line:
+            return
+        to_log(line)
+        if self.tuning.kind == kind:
+            self._fetchers[-1].resize(self.tuning)
+        else:
+            self._fetchers.append(self._make_fetcher())
 
     def _begin(self, steps: range) -> Rows:
-        if self._fetcher is None:
-            self._fetcher = self._make_fetcher()
+        if not self._fetchers:
+            self._fetchers.append(self._make_fetcher())
+        return self._fetchers[-1].begin(self._find_positions(steps))
+
+    def _find_numbers(self, steps: range) -> np.ndarray:
+        return self._order.locate(self._find_positions(steps))
+
+    def _find_positions(self, steps: range) -> np.ndarray:
+        """Return the positions of this rank's samples in the training order, int64 `[steps * rows]`."""
         firsts = np.arange(steps.start, steps.stop, dtype=np.int64) * self._plan.global_batch_size
-        return self._fetcher.begin((firsts[:, None, None] + self._offsets).ravel())
+        positions: np.ndarray = (firsts[:, None, None] + self._offsets).ravel()
+        return positions
 
     def _make_fetcher(self) -> Fetcher:
-        samples, locate, workers = self._samples, self._order.locate, self._workers
-        if self._decoding is None:
-            return Readers(samples, locate, workers.count)
-        if workers.command is None or not workers.count:
-            return DecodingThreads(samples, locate, self._decoding, workers.count)
-        return DecodingProcesses(samples, locate, self._decoding, workers.count, self._offsets.size, workers.command)
+        samples, locate, tuning, command = self._samples, self._order.locate, self.tuning, self._command
+        if self._decoding is None or tuning.kind == "threads" or command is None:
+            max_threads = self._limits.most.workers + self._limits.most.requests
+            return Threads(samples, locate, self._decoding, tuning, max_threads)
+        return DecodingProcesses(samples, locate, self._decoding, tuning, self._offsets.size, command)
 
-    def _make(self, steps: range, pending: Rows) -> list[StepBatch]:
-        fetched = pending.result()
-        self._step_bytes = fetched.filled.num_bytes // len(steps)
-        self.counters.num_bytes += fetched.filled.num_bytes
-        self.counters.decode_seconds += fetched.filled.seconds
+    def _make(self, read: _Read) -> Made:
+        arrays, filled = (read.fetched or read.pending).result()
+        if self._read_ahead is not None:
+            self._read_ahead.note_read(read.steps.stop)
         rows = self._offsets.size
-        return [
-            self._make_one(step, fetched.part(number * rows, (number + 1) * rows)) for number, step in enumerate(steps)
-        ]
+        batches = [self._make_one(step, arrays, filled.bad, rows * number) for number, step in enumerate(read.steps)]
+        return batches, filled.counters
 
-    def _make_one(self, step: int, fetched: Fetched) -> StepBatch:
+    def _make_one(self, step: int, arrays: Arrays, all_bad: Mapping[int, BadSample], first_row: int) -> StepBatch:
+        """Make the batch of a step whose rows begin at `first_row`."""
+        bad = {row - first_row: all_bad[row] for row in all_bad if 0 <= row - first_row < self._offsets.size}
         micro_batches, num_terms = [], 0.0
-        for number, weight in enumerate(self._weights_of(fetched)):
-            start = number * self._plan.micro_batch_rows
-            rows = {name: array[start : start + len(weight)] for name, array in fetched.arrays.items()}
+        for number, weight in enumerate(self._weights_of(bad)):
+            start = first_row + number * self._plan.micro_batch_rows
+            rows = {name: array[start : start + len(weight)] for name, array in arrays.items()}
             micro = MicroBatch(rows, weight)
             terms = self._count_terms(micro)
             num_terms += float(terms.sum())
             micro_batches.append(micro if self._send is None else replace(micro, sent=self._send(micro, terms)))
-        bad = {sample.number: sample for sample in fetched.filled.bad.values()}
-        return StepBatch(step * self._plan.global_batch_size, micro_batches, int(num_terms), list(bad.values()))
+        bad_samples = list({sample.number: sample for sample in bad.values()}.values())
+        return StepBatch(step * self._plan.global_batch_size, micro_batches, int(num_terms), bad_samples)
 
-    def _weights_of(self, fetched: Fetched) -> np.ndarray:
+    def _weights_of(self, bad: Mapping[int, BadSample]) -> np.ndarray:
         weights: np.ndarray = self._weights.copy()
-        weights.reshape(-1)[list(fetched.filled.bad)] = 0
+        if bad:
+            weights.reshape(-1)[list(bad)] = 0
         return weights

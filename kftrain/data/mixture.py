@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kftrain.data.decoding import Samples
 from kftrain.data.order import Order
+from kftrain.data.read_ahead import StoredSamples
 from kftrain.data.schema import Arrays
+from kftrain.data.shards.remote_bytes import Fetch
 from kftrain.data.shares import compute_slots
 
 
@@ -52,6 +53,19 @@ class _Rounds:
         components = self.components[slots]
         return components, self.seen[components] + rounds * self.counts[components] + self.ranks[slots]
 
+    def find_in_phase(self, component: int, own: np.ndarray) -> np.ndarray:
+        """Return the positions at which the own positions of a component stand, the inverse of `locate_in_phase`.
+
+        Of a component that pauses, and so never comes to them, they are its own positions: any will do.
+        """
+        count = int(self.counts[component])
+        if count == 0:
+            return own
+        rounds, ranks = np.divmod(own - self.seen[component], count)
+        slots = np.flatnonzero(self.components == component)[ranks]
+        positions: np.ndarray = self.first_position + rounds * len(self.components) + slots
+        return positions
+
     def count_seen_until(self, position: int) -> np.ndarray:
         """Count the samples of each component before a position of this phase, or its end."""
         rounds, slots = divmod(position - self.first_position, len(self.components))
@@ -60,32 +74,20 @@ class _Rounds:
         return seen
 
 
-class MixtureOrder:
-    """The order of a mixture: position -> number of the sample, counted through all components one after another."""
+class MixturePhases:
+    """Phases of a mixture, ready to be looked up: the component at a position, and the positions of a component."""
 
-    def __init__(self, orders: Sequence[Order], phases: Sequence[Phase]) -> None:
-        """`orders`: of each component. `phases`: the first begins at position 0."""
-        assert orders and phases[0].first_position == 0
-        self._orders = list(orders)
-        self._starts = np.cumsum([0, *(order.num_samples for order in orders)])
-        self.num_samples = int(self._starts[-1])
-        """Samples of all components."""
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        """`phases`: the first begins at position 0."""
+        assert phases[0].first_position == 0
         self._phases: list[_Rounds] = []
-        seen = np.zeros(len(orders), np.int64)
+        seen = np.zeros(len(phases[0].weights), np.int64)
         for phase in phases:
             if self._phases:
                 seen = self._phases[-1].count_seen_until(phase.first_position)
             self._phases.append(_make_rounds(phase, seen))
         self._first_positions = np.array([phase.first_position for phase in phases])
-
-    def locate(self, positions: np.ndarray) -> np.ndarray:
-        """Return numbers of the samples, int64 `[k]`, at positions int64 `[k]`."""
-        components, own = self.split(positions)
-        located = np.empty(len(positions), np.int64)
-        for component in np.unique(components).tolist():
-            chosen = components == component
-            located[chosen] = self._orders[component].locate(own[chosen]) + self._starts[component]
-        return located
+        self._seen = np.stack([rounds.seen for rounds in self._phases])
 
     def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return component, and position in the component's own order, of each position; int64 `[k]` each."""
@@ -96,16 +98,41 @@ class MixtureOrder:
             components[chosen], own[chosen] = self._phases[number].locate_in_phase(positions[chosen])
         return components, own
 
-    def seen(self, position: int) -> list[int]:
-        """Count the samples of each component before a position."""
-        number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
-        return [int(count) for count in self._phases[number].count_seen_until(position)]
+    def find_positions(self, component: int, own: np.ndarray) -> np.ndarray:
+        """Return the position at which each own position of a component stands, int64 `[k]` each."""
+        numbers = np.searchsorted(self._seen[:, component], own, side="right") - 1
+        positions = np.empty(len(own), np.int64)
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            positions[chosen] = self._phases[number].find_in_phase(component, own[chosen])
+        return positions
+
+
+class MixtureOrder:
+    """The order of a mixture: position -> number of the sample, counted through all components one after another."""
+
+    def __init__(self, orders: Sequence[Order], phases: MixturePhases) -> None:
+        """`orders`: of each component."""
+        self._orders = list(orders)
+        self._starts = np.cumsum([0, *(order.num_samples for order in orders)])
+        self.num_samples = int(self._starts[-1])
+        """Samples of all components."""
+        self.phases = phases
+
+    def locate(self, positions: np.ndarray) -> np.ndarray:
+        """Return numbers of the samples, int64 `[k]`, at positions int64 `[k]`."""
+        components, own = self.phases.split(positions)
+        located = np.empty(len(positions), np.int64)
+        for component in np.unique(components).tolist():
+            chosen = components == component
+            located[chosen] = self._orders[component].locate(own[chosen]) + self._starts[component]
+        return located
 
 
 class Concatenated:
     """Samples of several datasets, numbered through one after another. All methods may be called from any thread."""
 
-    def __init__(self, parts: Sequence[Samples]) -> None:
+    def __init__(self, parts: Sequence[StoredSamples]) -> None:
         """`parts`: all with the same fields."""
         self._parts = list(parts)
         self._starts = np.cumsum([0, *(part.num_samples for part in parts)])
@@ -127,6 +154,14 @@ class Concatenated:
                     rows[name] = np.empty((len(samples), *values.shape[1:]), values.dtype)
                 rows[name][chosen] = values
         return rows
+
+    def plan_fetches(self, samples: np.ndarray) -> list[Fetch]:
+        """Return the requests for what the node lacks of these samples, int64 `[k]`. Raises DataError."""
+        owners = np.searchsorted(self._starts, samples, side="right") - 1
+        fetches = []
+        for owner in np.unique(owners).tolist():
+            fetches += self._parts[owner].plan_fetches(samples[owners == owner] - self._starts[owner])
+        return fetches
 
     def place_of(self, sample: int) -> str:
         """Tell people where a sample lies. Slow."""

@@ -16,6 +16,7 @@ import numpy as np
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Samples, at_place
 from kftrain.data.expanded import expand_rows
+from kftrain.data.shards.cache import NodeCache
 from kftrain.data.shards.manifest import Manifest
 from kftrain.data.shards.verified import AtOnce, Memory
 from kftrain.data.windows import cut_windows
@@ -45,7 +46,7 @@ class OpenedDataset(ShardedDataset):
     ) -> None:
         """`is_hashed`: whether each shard is, before it is read."""
         memory = Memory.of_node("", manifest.dataset_digest)
-        super().__init__(manifest_uri, manifest, split, AtOnce(memory, is_hashed))
+        super().__init__(manifest_uri, manifest, split, AtOnce(memory, is_hashed, NodeCache.of_node("", "auto")))
         self.task = task
         self._opened = (manifest_uri, manifest, split, task, is_hashed)
         self._process = (0, 1)
@@ -117,6 +118,7 @@ class OpenedDataset(ShardedDataset):
         shuffle: bool = True,
         range_samples: int = 1024,
         window_ranges: int = 64,
+        lanes: int = 64,
     ) -> InTrainingOrder:
         """Return torch's `IterableDataset` of the samples in the order of training, each once an epoch.
 
@@ -134,6 +136,7 @@ class OpenedDataset(ShardedDataset):
             shuffle=shuffle,
             range_samples=range_samples,
             window_ranges=window_ranges,
+            lanes=lanes,
         )
 
     def as_webdataset(self, *, rank: int | None = None, world_size: int | None = None) -> Iterator[Sample]:

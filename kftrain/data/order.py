@@ -7,7 +7,8 @@ which positions are looked up, and where a sample lies.
 
 Each epoch cuts the samples into ranges that follow each other, from another sample on than the epoch before,
 and permutes the ranges. Windows of ranges that follow each other in that order permute their samples. So a
-reader touches the ranges of one window at a time, yet neighbours in the order come from all of them.
+reader touches the ranges of one window at a time, yet neighbours in the order come from all of them. With lanes
+(order 3; without them it is order 2) each slot of a batch sees the samples of a part of the window: see `lanes`.
 
 A window is a table, computed when a position of it is asked for the first time; looking one up is an index.
 The tables of the last few windows are all that is kept: nothing here grows with the number of samples.
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kftrain.data import permutation
+from kftrain.data.lanes import Lanes
 from kftrain.data.length_groups import LengthGroups
 from kftrain.errors import ConfigError
 
@@ -35,11 +37,9 @@ class Order(Protocol):
     @property
     def num_samples(self) -> int:
         """Number of samples that there are to be located."""
-        ...
 
     def locate(self, positions: np.ndarray) -> np.ndarray:
         """Return the sample at each position, int64 `[k]`; positions count from the start of training."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,11 @@ class TrainingOrder:
         window_ranges: int,
         name: str = "",
         groups: LengthGroups | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         """`range_samples`: that stay neighbours; `window_ranges`: ranges that are mixed. `name`: orders apart.
 
-        `groups`: by length, within a window.
+        `groups`: by length, within a window. `lanes`: of order 3; a dataset that fits into a window has none.
         """
         assert num_samples > 0 and range_samples > 0 and window_ranges > 0
         self.num_samples = num_samples
@@ -74,13 +75,22 @@ class TrainingOrder:
         """Samples that follow each other in the dataset and share a window; the last range of an epoch has fewer."""
         self._num_whole = num_samples // self.range_samples
         self._num_ranges = -(-num_samples // self.range_samples)
-        self._num_windows = -(-self._num_ranges // window_ranges)
-        self.window_ranges = -(-self._num_ranges // self._num_windows)
-        """Ranges of the largest window; the others have one less."""
+        most_ranges = window_ranges
+        if lanes and self._num_ranges > window_ranges:
+            most_ranges = lanes.widen_window(window_ranges, self.range_samples, self._num_ranges)
+        # Windows begin at multiples of this, so that each lane has whole ranges; what is left goes to the last one.
+        self._unit_ranges = min(lanes.num_lanes if lanes else 1, self._num_ranges)
+        self._unit_samples = self._unit_ranges * self.range_samples
+        self._num_units = self._num_ranges // self._unit_ranges
+        self._num_windows = -(-self._num_units * self._unit_ranges // most_ranges)
+        self.window_ranges = -(-self._num_units // self._num_windows) * self._unit_ranges
+        self.window_ranges += self._num_ranges % self._unit_ranges
+        """Most ranges of a window."""
+        self._lanes = lanes if self._num_ranges > most_ranges else None
         self._key = permutation.derive_key(f"training order 2/{name}/{num_samples}/{seed}")
         self._groups = groups
         self._window = functools.lru_cache(maxsize=KEPT_WINDOWS)(self._make_window)
-        self._arguments = (num_samples, seed, range_samples, window_ranges, name, groups)
+        self._arguments = (num_samples, seed, range_samples, window_ranges, name, groups, lanes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let another process make its own tables."""
@@ -88,8 +98,9 @@ class TrainingOrder:
 
     def locate(self, positions: np.ndarray) -> np.ndarray:
         """Return the numbers of the samples, int64 `[k]`, at positions int64 `[k]` of any epochs."""
-        window = self._find_window(int(positions.min()))
-        if positions.max() < window.stop:
+        # The reductions themselves: for a batch, the methods around them take as long as the rest of a lookup.
+        window = self._find_window(int(np.minimum.reduce(positions)))
+        if np.maximum.reduce(positions) < window.stop:
             numbers: np.ndarray = window.samples[positions - window.start]
             return numbers
         located, missing = np.empty(len(positions), np.int64), np.arange(len(positions))
@@ -102,24 +113,41 @@ class TrainingOrder:
 
     def _find_window(self, position: int) -> _Window:
         epoch, offset = divmod(position, self.num_samples)
-        slot = offset // self.range_samples
-        return self._window(epoch, ((slot + 1) * self._num_windows - 1) // self._num_ranges)
+        unit = min(offset // self._unit_samples, self._num_units - 1)
+        return self._window(epoch, ((unit + 1) * self._num_windows - 1) // self._num_units)
+
+    def _find_edge(self, number: int) -> int:
+        """Return the first range of a window, counted through its epoch; of the one after the last their number."""
+        if number == self._num_windows:
+            return self._num_ranges
+        return number * self._num_units // self._num_windows * self._unit_ranges
 
     def _make_window(self, epoch: int, number: int) -> _Window:
         """Make the table of a window."""
-        first, last = (edge * self._num_ranges // self._num_windows for edge in (number, number + 1))
+        first, last = self._find_edge(number), self._find_edge(number + 1)
         start, stop = first * self.range_samples, min(last * self.range_samples, self.num_samples)
         epoch_key = permutation.derive_subkeys(self._key, np.array([epoch], np.uint64))
         # The keys depend on epoch and window alone: any process computes any window without those before it.
-        starts = self._range_starts(np.arange(first, last), epoch_key)
+        starts = self._range_starts(np.arange(first, last), epoch_key) % self.num_samples
         stored = (starts[:, None] + np.arange(self.range_samples)).ravel()[: stop - start]
+        if starts.max() + self.range_samples > self.num_samples:  # a range goes on from the last sample to the first
+            stored %= self.num_samples
         window_key = permutation.derive_subkeys(permutation.mix(epoch_key), np.array([number], np.uint64))
-        samples = stored[permutation.shuffle(stop - start, window_key)] % self.num_samples
-        if self._groups is not None:
-            samples = self._groups.sort_by_length(
-                samples, epoch * self.num_samples + start, permutation.mix(window_key)
-            )
-        return _Window(epoch * self.num_samples + start, epoch * self.num_samples + stop, samples)
+        first_position = epoch * self.num_samples + start
+        samples = self._shuffle(stored, first_position, window_key)
+        return _Window(first_position, first_position + len(stored), samples)
+
+    def _shuffle(self, stored: np.ndarray, first_position: int, key: np.ndarray) -> np.ndarray:
+        """Return the samples of a window in the order of training; `stored`: as they lie in its ranges."""
+        lanes = None if self._lanes is None else self._lanes.find_lanes(first_position, len(stored))
+        samples = np.empty_like(stored)
+        if lanes is None:
+            samples = stored[permutation.shuffle(len(stored), key)]
+        else:
+            samples[permutation.shuffle_groups(lanes, key)] = stored
+        if self._groups is None:
+            return samples
+        return self._groups.sort_by_length(samples, first_position, permutation.mix(key), lanes)
 
     def _range_starts(self, slots: np.ndarray, epoch_key: np.ndarray) -> np.ndarray:
         """Return the first sample of the range in each slot, int64; after the last sample comes the first one.

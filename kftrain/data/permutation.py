@@ -36,15 +36,19 @@ def derive_key(text: str) -> np.ndarray:
 
 def mix(values: np.ndarray) -> np.ndarray:
     """Hash each uint64 bijectively: neighbouring inputs give unrelated outputs."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values ^ (values >> np.uint64(30))
+    mixed *= _MIX_1  # in place: new memory for each step takes longer than the arithmetic
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= _MIX_2
+    mixed ^= mixed >> np.uint64(31)
     return mixed
 
 
 def derive_subkeys(key: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Derive an independent key for each index, uint64, broadcast."""
-    return mix(key + (indices + np.uint64(1)) * _GOLDEN_GAMMA)
+    counted = indices + np.uint64(1)
+    counted *= _GOLDEN_GAMMA
+    return mix(key + counted)
 
 
 def permute(elements: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -65,6 +69,21 @@ def shuffle(size: int, key: np.ndarray) -> np.ndarray:
     No two hashes are equal, so that every way of sorting gives the same table.
     """
     return np.argsort(derive_subkeys(key, np.arange(size, dtype=np.uint64)))
+
+
+def shuffle_groups(groups: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Make a table of the indices of `groups`, int64 `[k]` each, by group, each group's in keyed random order.
+
+    The upper bits sort by group, then a hash does; the lowest are the index, so that no two keys are equal.
+    """
+    indices = np.arange(len(groups), dtype=np.uint64)
+    index_bits, lower_bits = (len(groups) - 1).bit_length(), 64 - int(groups.max()).bit_length()
+    keys = derive_subkeys(key, indices)
+    keys &= np.uint64((1 << lower_bits) - (1 << index_bits))
+    keys |= indices
+    if lower_bits < 64:  # numpy leaves a shift by all bits open
+        keys |= groups.astype(np.uint64) << np.uint64(lower_bits)
+    return np.argsort(keys)
 
 
 def _apply_network(elements: np.ndarray, side: np.ndarray, other_side: np.ndarray, keys: np.ndarray) -> np.ndarray:

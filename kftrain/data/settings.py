@@ -25,6 +25,9 @@ from kftrain.settings.section import (
 MAX_WINDOW_SAMPLES = 1 << 22
 """Most samples to shuffle at a time: the table takes 8 bytes for each, and is sorted within a second or two."""
 
+ORDER: Literal[3] = 3
+"""Number of the order of samples in which a new training sees them."""
+
 DEFAULT_SOURCE = "stdlib"
 
 CONTENT_KEY = "*"
@@ -201,32 +204,54 @@ class DataConfig(Section):
     """Target size of the parts of the source that are encoded independently: added data changes only one of them."""
     processes: KeepsTraining[Amount] = 0
     """Processes that encode parts at the same time; 0: one per CPU. The result does not depend on it."""
+    shard_pods: KeepsTraining[Amount] = 0
+    """Pods of a job that encodes the parts, each with `processes`; with `launch.backend=local` processes of this
+    machine. 0 or 1: the shard step encodes them itself. The result does not depend on it."""
     validation_fraction: ChangesDataset[Annotated[float, Field(gt=0.0, lt=1.0)]] = 0.05
     """Share of the records to hold out, chosen by a hash of each record's key: the choice stays when data is added."""
     verify: KeepsTraining[Literal["first_use", "everything", "size"]] = "first_use"
     """Time at which shards are hashed: `first_use`, in the background; `everything`, before the first step; `size`,
-    never. Sizes are always checked before the first step. `sha256` is an older name of `everything`."""
+    never. The stage that starts a job checks all sizes. `sha256` is an older name of `everything`."""
+    rehash: KeepsTraining[bool] = False
+    """Hash all shards that are there before they are reused. Without it they are where the size, times, inode, entity
+    tag or version of one has changed since they were found whole."""
     cache_dir: KeepsTraining[str] = ""
     """Folder of a node for kept shards and for which ones were hashed; empty: a folder for temporary files."""
-    cache_bytes: KeepsTraining[Amount] = 0
-    """Size of a node's cache of shards from an object store. The node fetches them in the background while it reads
-    them in ranges, and drops those unused for longest. 0: no cache, shards are read in ranges only."""
+    cache_bytes: KeepsTraining[Literal["auto"] | Amount] = "auto"
+    """Size of a node's cache of blocks of shards from an object store, on its disk; those unused for longest go.
+    `auto`: 32 GiB, or less: a third of a pod's scratch volume, a quarter of the free space of the disk. 0: blocks stay
+    in memory only, 256 MiB for each process."""
     shuffle_range_samples: ChangesTraining[Count] = 1024
     """Consecutive samples of the dataset that stay near each other. These ranges are shuffled over the whole epoch;
     smaller ones shuffle better and are read from more places."""
     shuffle_window_ranges: ChangesTraining[Count] = 64
     """Number of ranges over which samples are mixed at a time."""
+    lanes: Annotated[Count, Effect(changes_training=True, added="0.3")] = 64
+    """Parts of a global batch, each of which takes its samples from its own ranges. So many nodes share the reading of
+    a large dataset, and a number of nodes that divides it is best. At most one per sample of the batch, and per range
+    of 2,097,152 samples."""
+    order: Annotated[Literal[2, 3], Effect(changes_training=True, counted_as="order")] = ORDER
+    """Number of the order of samples; 2, that of release 0.2, has no lanes. A run that was opened in it stays in it."""
     length_group_batches: Annotated[Amount, Effect(changes_training=True, added="0.2")] = 0
     """Batches to sort at a time by the bytes of their samples, so that samples of similar length share a batch; for a
     task whose `batch` cuts padding off. 0 does not sort."""
-    prefetch_batches: KeepsTraining[Literal["auto"] | Amount] = 2
+    prefetch_batches: KeepsTraining[Literal["auto"] | Amount] = "auto"
     """Steps whose samples are read ahead in the background; 0 reads in the training thread. `auto` begins with 2 and
-    adds one each time that training has waited for data, up to 16, and to 1 GiB of rows in each process."""
+    takes more where training has waited for data, as `data.prefetch_bytes` allows. The log tells every choice."""
+    prefetch_bytes: KeepsTraining[Count] = 1 << 30
+    """Most bytes of the batches that each process reads ahead where that is left to it, and at most a quarter of the
+    memory that is free."""
     workers: KeepsTraining[Literal["auto"] | Amount] = "auto"
-    """Workers that read and decode for each training process; 0: the thread that makes the batches. `auto`: one for
-    each further CPU of the process if the task decodes, else 0."""
-    worker_kind: KeepsTraining[Literal["threads", "processes"]] = "threads"
-    """Kind of these workers; `processes` is for a task whose `decode` holds Python's lock (GIL)."""
+    """Workers that read and decode for each training process; 0: the thread that makes the batches. `auto`, if the task
+    decodes: begins with 2 and takes more where training has waited, up to one for each further CPU of the process;
+    else 0."""
+    worker_kind: KeepsTraining[Literal["threads", "processes", "auto"]] = "threads"
+    """Kind of these workers; `processes` is for a task whose `decode` holds Python's lock (GIL). `auto` begins with
+    threads and changes to processes where training waits for threads that wait for the lock."""
+    requests: KeepsTraining[Literal["auto"] | Count] = "auto"
+    """Reads of samples under way at once in each process, which pays where storage answers slowly. `auto` begins with 1
+    and takes more where training has waited, up to 32; a fixed number of workers begins with as many. Workers that are
+    processes read one at a time each."""
     max_bad_samples: KeepsTraining[Amount] = 0
     """Samples of each split that may be left out because they cannot be decoded; one more fails the run (11)."""
 

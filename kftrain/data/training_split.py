@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 from kftrain.config import Config
 from kftrain.data.conversion import Conversion
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.decoding import Samples
+from kftrain.data.lanes import Lanes
 from kftrain.data.length_groups import LengthGroups
-from kftrain.data.mixture import Concatenated, MixtureOrder, Phase
+from kftrain.data.mixture import Concatenated, MixtureOrder, MixturePhases, Phase
 from kftrain.data.order import Order, TrainingOrder
+from kftrain.data.read_ahead import StoredSamples
 from kftrain.data.schema import Window
 from kftrain.data.shards.manifest import Manifest
 from kftrain.data.shards.verified import Uses
@@ -23,7 +26,7 @@ def open_training_split(
     window: Window | None = None,
     uses: Uses | None = None,
     conversion: Conversion | None = None,
-) -> tuple[Samples, Order]:
+) -> tuple[StoredSamples, Order]:
     """Open what training reads, by number, and the order of numbers.
 
     `uses`: where is said which shards are read.
@@ -42,12 +45,13 @@ def open_training_split(
         for component in manifest.split_by_component()
     ]
     parts = [cut_windows(dataset, window) for dataset in datasets]
-    orders = [_order_of(part, config, name) for part, name in zip(parts, names or [""], strict=True)]
+    phases = MixturePhases(phases_of(config)) if names else None
+    orders = [_order_of(part, config, number, phases) for number, part in enumerate(parts)]
     for part, order in zip(parts, orders, strict=True):
         part.expect_window(order.window_ranges, order.range_samples)
-    if not names:
+    if phases is None:
         return parts[0], orders[0]
-    return Concatenated(parts), MixtureOrder(orders, phases_of(config))
+    return Concatenated(parts), MixtureOrder(orders, phases)
 
 
 def phases_of(config: Config) -> list[Phase]:
@@ -57,10 +61,15 @@ def phases_of(config: Config) -> list[Phase]:
     return [Phase(*phase) for phase in zip(positions, config.data.mixture_weights(), strict=True)]
 
 
-def _order_of(dataset: ShardedDataset | TokenWindows, config: Config, name: str) -> TrainingOrder:
-    data, seed = config.data, config.run.seed
-    groups = None
-    if data.length_group_batches:
-        groups = LengthGroups(dataset.sample_bytes, config.train.global_batch_size, data.length_group_batches)
+def _order_of(
+    dataset: ShardedDataset | TokenWindows, config: Config, number: int, phases: MixturePhases | None
+) -> TrainingOrder:
+    data, batch = config.data, config.train.global_batch_size
+    groups = LengthGroups(dataset.sample_bytes, batch, data.length_group_batches) if data.length_group_batches else None
+    lanes = None
+    if data.order > 2:
+        positions = functools.partial(phases.find_positions, number) if phases else None
+        lanes = Lanes(data.lanes, batch, data.shuffle_range_samples, positions)
+    name = data.components[number].name if phases else ""
     sizes = (data.shuffle_range_samples, data.shuffle_window_ranges)
-    return TrainingOrder(dataset.num_samples, seed, *sizes, name, groups)
+    return TrainingOrder(dataset.num_samples, config.run.seed, *sizes, name, groups, lanes)

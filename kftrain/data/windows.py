@@ -10,6 +10,7 @@ import numpy as np
 
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Arrays, SampleSchema, Window
+from kftrain.data.shards.remote_bytes import Fetch
 
 
 class TokenWindows:
@@ -45,6 +46,12 @@ class TokenWindows:
             for name, array in rows.items():
                 windows[name][number, : array.shape[1]] = array[0]
         return windows
+
+    def plan_fetches(self, samples: np.ndarray) -> list[Fetch]:
+        """Return the requests for what the node lacks of these samples, int64 `[k]`. Raises DataError."""
+        starts = np.asarray(samples, np.int64) * self._window.stride
+        stops = np.minimum(starts + self._window.length, self._dataset.num_samples)
+        return self._dataset.plan_fetches(np.concatenate([starts, stops - 1]))
 
     def place_of(self, sample: int) -> str:
         """Tell people where a sample begins: the shard and the key. Slow."""

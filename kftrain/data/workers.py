@@ -1,55 +1,26 @@
 """Who reads and decodes the samples of a step: threads of this process. See `worker_processes` for processes.
 
-A step that is asked for is cut into pieces, one for each worker, which decode into the arrays of the whole step: what
-is read ahead is bounded by steps, and a single step is ready sooner, too.
+Where fewer steps are read ahead than there are workers, a step is cut into pieces, which they decode into the arrays of
+the whole step: what is read ahead is bounded by steps.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
-from kftrain.data.decoding import Decoder, Decoding, Filled, Layout, Samples, count_stored_bytes, put_row
+from kftrain.data.decoding import Decoder, Decoding, Filled, Layout, Samples, Turns, put_row, read_samples
 from kftrain.data.schema import Arrays
+from kftrain.data.tuning import Tuning
 
 Locate = Callable[[np.ndarray], np.ndarray]
 """Function from positions in the training order to numbers of samples, int64 `[k]` each."""
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """Rows of one or more steps of one rank."""
-
-    arrays: Arrays
-    filled: Filled = field(default_factory=Filled)
-
-    def part(self, start: int, stop: int) -> Fetched:
-        """Return rows start … stop - 1, by themselves."""
-        if stop - start == len(next(iter(self.arrays.values()))):
-            return self
-        bad = {row - start: sample for row, sample in self.filled.bad.items() if start <= row < stop}
-        arrays = {name: array[start:stop] for name, array in self.arrays.items()}
-        return Fetched(arrays, replace(self.filled, bad=bad))
-
-
-class Fetcher(Protocol):
-    """Fetches the rows of positions of the training order."""
-
-    def begin(self, positions: np.ndarray) -> Rows:
-        """Ask for the samples at these positions, int64 `[k]`; do not wait for them."""
-        ...
-
-    def close(self) -> None:
-        """End the workers and their threads."""
-        ...
 
 
 def cut_rows(num_rows: int, num_pieces: int) -> list[slice]:
@@ -61,7 +32,7 @@ def cut_rows(num_rows: int, num_pieces: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one step: pieces of work that fill its arrays."""
+    """Rows of one or more steps of one rank: pieces of work that fill their arrays."""
 
     arrays: Arrays
     parts: Sequence[tuple[int, Callable[[], Filled]]]
@@ -70,7 +41,7 @@ class Rows:
     futures: Sequence[Future[Filled]] = ()
     """Work that can be cancelled."""
 
-    def result(self) -> Fetched:
+    def result(self) -> tuple[Arrays, Filled]:
         """Wait for the rows, and raise what went wrong.
 
         Called once, in the order in which they were asked for.
@@ -83,7 +54,7 @@ class Rows:
         for row in filled.bad:
             assert self.layout is not None, "only what is decoded can be bad"
             put_row(self.arrays, row, self.layout.example)
-        return Fetched(self.arrays, filled)
+        return self.arrays, filled
 
     def cancel(self) -> None:
         """Cancel the work: nobody waits for it any more."""
@@ -91,72 +62,63 @@ class Rows:
             future.cancel()
 
 
-class _Threads:
-    """Threads that work on steps; without any, who waits for the work does it."""
+class Threads:
+    """Threads of this process that read rows, and decode them by code that lets go of the GIL.
 
-    def __init__(self, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="data worker") if num_threads else None
+    One thread calls it, of whatever fetches rows.
 
-    def close(self) -> None:
-        """End the threads, as `Fetcher` says."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    Where there are no workers and no several requests at once, the thread that waits for the rows does it.
+    """
 
-    def _submit(
-        self, arrays: Arrays, parts: Sequence[tuple[int, Callable[[], Filled]]], layout: Layout | None = None
-    ) -> Rows:
-        if self._pool is None:
-            return Rows(arrays, parts, layout)
-        futures = [self._pool.submit(work) for _, work in parts]
-        results = [(first_row, future.result) for (first_row, _), future in zip(parts, futures, strict=True)]
-        return Rows(arrays, results, layout, futures)
-
-
-class Readers(_Threads):
-    """Fetcher of samples that are used as they are stored."""
-
-    def __init__(self, samples: Samples, locate: Locate, num_threads: int) -> None:
-        """`num_threads`: 0 reads in the thread that waits; more read several steps at once."""
-        self._samples = samples
-        self._locate = locate
-        super().__init__(num_threads)
-
-    def begin(self, positions: np.ndarray) -> Rows:
-        """Ask for the samples, as `Fetcher` says."""
-        arrays: Arrays = {}
-
-        def read() -> Filled:
-            start = time.perf_counter()
-            arrays.update(self._samples.read(self._locate(positions)))
-            return Filled(count_stored_bytes(arrays), time.perf_counter() - start)
-
-        return self._submit(arrays, [(0, read)])
-
-
-class DecodingThreads(_Threads):
-    """Fetcher of samples that are decoded by code that lets go of the GIL."""
-
-    def __init__(self, samples: Samples, locate: Locate, decoding: Decoding, num_threads: int) -> None:
-        """`num_threads`: 0 decodes in the thread that waits."""
+    def __init__(
+        self, samples: Samples, locate: Locate, decoding: Decoding | None, tuning: Tuning, max_threads: int
+    ) -> None:
+        """Without `decoding` samples are used as they are stored."""
         self._samples = samples
         self._locate = locate
         self._decoding = decoding
-        self._num_threads = num_threads
-        super().__init__(num_threads)
-        self._layout = Decoder(samples, decoding).find_layout(locate)
+        self._layout = None if decoding is None else Decoder(samples, decoding).find_layout(locate)
+        self._pool = ThreadPoolExecutor(max(1, max_threads), thread_name_prefix="data worker")
+        self._tuning = tuning
+        self._turns = Turns(threading.Semaphore(tuning.requests), threading.Semaphore(max(1, tuning.workers)))
         self._own = threading.local()
 
-    def begin(self, positions: np.ndarray) -> Rows:
-        """Ask for the samples, as `Fetcher` says."""
-        arrays = self._layout.make_arrays(len(positions))
-        parts = [
-            (rows.start, partial(self._fill, {name: array[rows] for name, array in arrays.items()}, positions[rows]))
-            for rows in cut_rows(len(positions), self._num_threads)
-        ]
-        return self._submit(arrays, parts, self._layout)
+    def resize(self, tuning: Tuning) -> None:
+        """Let as many threads read and decode from now on: at least as many as before."""
+        for _ in range(tuning.requests - self._tuning.requests):
+            self._turns.to_read.release()
+        for _ in range(tuning.workers - self._tuning.workers):
+            self._turns.to_decode.release()
+        self._tuning = tuning
 
-    def _fill(self, into: Arrays, positions: np.ndarray) -> Filled:
+    def begin(self, positions: np.ndarray) -> Rows:
+        """Ask for the samples at these positions of the order, int64 `[k]`; do not wait for them."""
+        arrays: Arrays = {}
+        parts: list[tuple[int, Callable[[], Filled]]] = [(0, partial(self._read, arrays, positions))]
+        if self._layout is not None:
+            arrays = self._layout.make_arrays(len(positions))
+            pieces = cut_rows(len(positions), self._tuning.pieces)
+            parts = [(rows.start, partial(self._fill, arrays, positions, rows)) for rows in pieces]
+        if not self._tuning.workers and self._tuning.requests == 1:
+            return Rows(arrays, parts, self._layout)
+        futures = [self._pool.submit(work) for _, work in parts]
+        results = [(first_row, future.result) for (first_row, _), future in zip(parts, futures, strict=True)]
+        return Rows(arrays, results, self._layout, futures)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _read(self, into: Arrays, positions: np.ndarray) -> Filled:
+        with self._turns.to_read:
+            stored, counters = read_samples(self._samples, self._locate(positions))
+        into.update(stored)
+        return Filled(counters)
+
+    def _fill(self, arrays: Arrays, positions: np.ndarray, rows: slice) -> Filled:
         if not hasattr(self._own, "decoder"):
-            self._own.decoder = Decoder(self._samples, self._decoding)
-        filled: Filled = self._own.decoder.fill(into, self._locate(positions), positions)
+            assert self._decoding is not None
+            self._own.decoder = Decoder(self._samples, self._decoding, self._turns)
+        into = {name: array[rows] for name, array in arrays.items()}
+        filled: Filled = self._own.decoder.fill(into, self._locate(positions[rows]), positions[rows])
         return filled

@@ -22,10 +22,9 @@ from kftrain.core.plugins import user_code
 from kftrain.data.conversion import find_conversion
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.expanded import ValidationRows, expand_rows
-from kftrain.data.shards.cache import make_first_use
 from kftrain.data.shards.manifest import Manifest, read_manifest
-from kftrain.data.shards.verified import FirstUse
-from kftrain.data.shards.verify import verify_before_start
+from kftrain.data.shards.verified import FirstUse, make_first_use
+from kftrain.data.shards.verify import verify_shards
 from kftrain.data.validation import open_validation
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, StorageError, UserCodeError
 from kftrain.evaluate import curves, examples
@@ -53,6 +52,7 @@ from kftrain.statistics import bootstrap
 from kftrain.statistics.bootstrap import Metrics
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task, TrainingTask
+from kftrain.tasks.run_dataset import read_dataset
 from kftrain.tasks.user_metrics import MetricsOfSums, metrics_of
 from kftrain.trust import Trust, read_shards, require_places
 
@@ -101,7 +101,7 @@ def evaluate(paths: RunPaths, config: Config) -> None:
     torch.set_num_threads(config.evaluate.cpu_threads)
     with join_world(config.launch.timeout_seconds + MARGIN_SECONDS, config.launch.gpus_per_node) as world:
         uris = dict.fromkeys(target.manifest_uri or own_uri for target in request.targets)
-        datasets = {uri: _open_split(uri, own_uri, config, world) for uri in uris}
+        datasets = {uri: _open_split(uri, own_uri, paths, config, world) for uri in uris}
         with contextlib.closing(Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)) as liveness:
             for target in request.targets:
                 exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
@@ -120,15 +120,16 @@ def evaluate(paths: RunPaths, config: Config) -> None:
     print("the evaluation has ended")
 
 
-def _open_split(manifest_uri: str, own_uri: str, config: Config, world: World) -> _Data:
+def _open_split(manifest_uri: str, own_uri: str, paths: RunPaths, config: Config, world: World) -> _Data:
     """Open a validation split, verified as far as `data.verify` asks for. Collective."""
     if manifest_uri != own_uri:
         trust, reference = Trust.of(config), config.evaluate.reference
         replace(trust, roots=(*trust.roots, reference) if reference else trust.roots).require_place(manifest_uri)
-    manifest = read_manifest(manifest_uri)
+    is_own = manifest_uri == own_uri
+    manifest = read_dataset(paths, config.data)[1] if is_own else read_manifest(manifest_uri)
     require_places(manifest, manifest_uri, config)
-    level = config.data.verify
-    world.agree(lambda: verify_before_start(manifest_uri, manifest, level, world.rank, world.size))
+    if config.data.verify == "everything":
+        world.agree(lambda: verify_shards(manifest_uri, manifest, (world.rank, world.size)))
     first_use = make_first_use(config.data, manifest.dataset_digest)
     conversion = find_conversion(manifest, build_task(config.task)) if manifest.is_adopted else None
     return _Data(manifest, open_validation(manifest_uri, manifest, config, first_use, conversion), first_use)

@@ -21,6 +21,9 @@ BACKENDS = {
     "pytorchjob": Backend("kftrain.launch.kubernetes.kinds.pytorchjob", is_remote=True, has_pods=True),
 }
 
+SHARES_MODULE = "kftrain.launch.kubernetes.kinds.indexed_job"
+"""Module with the kind of job of every backend with pods whose pods do not meet."""
+
 POD_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.has_pods)
 """Backends whose jobs are pods. An action on jobs of any kind may go by the first one."""
 

@@ -102,10 +102,9 @@ def build_launcher(config: Config) -> Launcher:
     """Build the launcher of `launch.backend`, without a connection. Raises LaunchError if it cannot run such jobs."""
     backend = BACKENDS[config.launch.backend]
     if backend.has_pods:
-        from kftrain.launch.kubernetes.kinds import load_kind
         from kftrain.launch.kubernetes.launcher import ClusterLauncher
 
-        return ClusterLauncher(config, load_kind(config.launch.backend))
+        return ClusterLauncher(config)
     launcher: Launcher = importlib.import_module(backend.module).build_launcher(config)
     return launcher
 
@@ -121,12 +120,9 @@ def find_jobs(config: Config | None, namespace: str = "", warn: Progress = to_lo
     if config is not None and not config.launch.has_pods:
         return build_launcher(config)
     from kftrain.launch.kubernetes.control import ClusterJobs
-    from kftrain.launch.kubernetes.kinds import load_kind, load_kinds
+    from kftrain.launch.kubernetes.kinds import load_kinds
 
-    if config is None:
-        return ClusterJobs(load_kinds(), namespace, warn)
-    launch = config.launch
-    return ClusterJobs([load_kind(launch.backend)], namespace or launch.kubernetes.namespace, warn)
+    return ClusterJobs(load_kinds(), namespace or (config.launch.kubernetes.namespace if config else ""), warn)
 
 
 def require_remote_jobs(config: Config, who: str) -> None:

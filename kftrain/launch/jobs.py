@@ -9,7 +9,8 @@ one failed for storage that is full or away.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kftrain.config import Config
 from kftrain.core import storage
@@ -28,9 +29,16 @@ from kftrain.run import attempts
 from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
 from kftrain.run.completion import build_metrics_uri, read_completion, read_evaluations
 from kftrain.run.config import keep_job_config
-from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget
+from kftrain.run.documents import (
+    SHARES_ENV,
+    Completion,
+    Evaluation,
+    EvaluationRequest,
+    EvaluationTarget,
+    PartShare,
+)
 from kftrain.run.error import read_error
-from kftrain.run.job_tasks import EVALUATION, TRAINING
+from kftrain.run.job_tasks import EVALUATION, JOB_TASKS, SHARDING, TRAINING
 from kftrain.run.paths import RunPaths
 
 
@@ -71,10 +79,32 @@ def run_evaluation(
     return read_evaluations(paths, EvaluationRequest(evaluation_digest=evaluation_digest, targets=targets))
 
 
+def run_sharding(paths: RunPaths, config: Config, shares: Sequence[PartShare]) -> str:
+    """Let a job encode shares of a source's parts, a pod each; return the folder of what leads to the parts.
+
+    Raises the error of its last attempt.
+    """
+    pieces = (piece for share in shares for job in share.jobs for piece in job["pieces"])
+    if not all("file" in piece for piece in pieces):  # nobody can tell whether they changed since an earlier job
+        storage.remove(paths.encoded_parts)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"shard_pods": len(shares)})})
+    for rank, share in enumerate(shares):
+        storage.publish_json(paths.share(config.digest(), rank), share.to_dict())
+    if not SHARDING.is_complete(paths, config):
+        spec = make_job(SHARDING, paths, config)
+        digests = ",".join(share.digest for share in shares)
+        spec = replace(spec, environment={**spec.environment, SHARES_ENV: digests})
+        with contextlib.closing(build_launcher(config)) as launcher:
+            _run_to_end(spec, paths, config, launcher)
+    SHARDING.read_results(paths, config)
+    return paths.encoded_parts
+
+
 def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launcher) -> None:
     """Run attempts of a job until one succeeds, is stopped, fails for good, or the restart budget is spent."""
     keep_job_config(paths, config)
-    standing = read_standing(paths, since=attempts.find_last_attempt(paths))
+    task = JOB_TASKS[spec.task]
+    standing = read_standing(paths, attempts.find_last_attempt(paths), task)
     budget = RestartBudget(
         config.launch.max_restarts_without_progress, step=standing.step, first_attempt=standing.last_attempt
     )
@@ -86,15 +116,16 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
         error = _find_error(spec, paths, code)
         if launcher.interrupted or code < FIRST_RETRYABLE_CODE:
             raise error
-        budget = budget.advance(read_standing(paths, budget.first_attempt), [WorkerEnd(0, code)])
+        budget = budget.advance(read_standing(paths, budget.first_attempt, task), [WorkerEnd(0, code)])
         if budget.is_spent:
             kind = StorageError if isinstance(error, StorageError) else LaunchError
+            what = f"the {task.name} job failed {budget.num_failed} times without a new {task.progress}"
             raise kind(
-                f"the {spec.task} job failed {budget.num_failed} times without a new checkpoint, at last: {error.line}",
+                f"{what}, at last: {error.line}",
                 where=spec.run_uri,
                 fix=error.fix or "mend the cause and resume the run",
             ).of_class(error.failure_class)
-        to_log(f"attempt failed, trying again from the last checkpoint: {error.line}")
+        to_log(f"attempt failed, trying again from the last {task.progress}: {error.line}")
 
 
 def _find_error(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:

@@ -98,7 +98,7 @@ class JobSpec:
 def make_job(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str = "") -> JobSpec:
     """Describe a job of a run; rank 0 logs to `mlflow_run_id`, if there is one and the task is tracked."""
     run_uri, digest = storage.absolute(paths.uri), config.digest()
-    num_processes, num_nodes = count_processes_per_node(config), config.launch.nodes
+    num_nodes, num_processes = _count_nodes(task, config)
     job = ("worker", "--task", task.name, "--run-uri", run_uri, "--digest", digest)
     size = ("--processes", str(num_processes), "--nodes", str(num_nodes))
     tracking = {MLFLOW_RUN_ID_ENV: mlflow_run_id} if mlflow_run_id and task.is_tracked else {}
@@ -109,6 +109,14 @@ def make_job(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str 
         roles=(Role(WORKER, num_nodes, num_processes, (*job, *size)),),
         environment={**config.launch.environment, **tracking},
     )
+
+
+def _count_nodes(task: JobTask, config: Config) -> tuple[int, int]:
+    """Return the number of nodes and of processes on each; workers that do not meet are as many as data.shard_pods."""
+    if task.meets:
+        return config.launch.nodes, count_processes_per_node(config)
+    num_pods = max(1, config.data.shard_pods)
+    return (num_pods, 1) if config.launch.is_remote else (1, num_pods)
 
 
 def count_processes_per_node(config: Config) -> int:

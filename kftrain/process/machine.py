@@ -6,6 +6,9 @@ import contextlib
 import math
 import os
 import re
+import stat
+import tempfile
+import time
 from pathlib import Path
 
 NODE_NAME_ENV = "KFTRAIN_NODE_NAME"
@@ -13,6 +16,9 @@ NODE_NAME_ENV = "KFTRAIN_NODE_NAME"
 
 RACK_ENV = "KFTRAIN_RACK"
 """Variable with the rack of that machine, or whatever else its neighbours in the network have in common."""
+
+SCRATCH_ENV = "KFTRAIN_SCRATCH"
+"""Variable with the size of a worker pod's /tmp, as Kubernetes writes it; a pod that fills it is evicted."""
 
 
 def count_local_gpus() -> int:
@@ -36,6 +42,14 @@ def num_cpus(cgroups: str = "/sys/fs/cgroup") -> int:
     return max(1, math.ceil(min(may_run_on, _read_cgroup_limit(Path(cgroups)))))
 
 
+def read_busy_seconds() -> float:
+    """Read how long the calling thread has run so far, or has waited for a processor; without Linux how long it ran."""
+    with contextlib.suppress(OSError, ValueError):
+        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+        return (int(ran) + int(waited)) / 1e9
+    return time.thread_time()
+
+
 def read_available_bytes(meminfo: str = "/proc/meminfo", cgroups: str = "/sys/fs/cgroup") -> float:
     """Measure the bytes that this process could still take of the machine and of the pod's limit; infinite if unknown.
 
@@ -55,6 +69,27 @@ def read_available_bytes(meminfo: str = "/proc/meminfo", cgroups: str = "/sys/fs
             left = int(Path(cgroups, limit).read_text()) - int(Path(cgroups, used).read_text())
             free_bytes = min(free_bytes, left + int(counted["inactive_file"]) + int(counted["active_file"]))
     return free_bytes
+
+
+def read_scratch_bytes() -> float:
+    """Read the size of this pod's /tmp in bytes; infinite where nobody says it."""
+    match = re.fullmatch(r"([0-9.]+)([kKMGTPE]?)(i?)", os.environ.get(SCRATCH_ENV, ""))
+    return float(match[1]) * (1024 if match[3] else 1000) ** " KMGTPE".find(match[2].upper()) if match else math.inf
+
+
+def make_node_folder(cache_dir: str, name: str) -> Path | None:
+    """Make a folder of this node that only this user can write to; None where there can be none.
+
+    `cache_dir`: where it lies; empty: with temporary files. Without a name it is what holds those with one.
+    """
+    folder = Path(cache_dir or tempfile.gettempdir()) / f"kftrain-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
+            return folder / name
+    return None
 
 
 def _read_cgroup_limit(cgroups: Path) -> float:

@@ -11,12 +11,12 @@ import fcntl
 import json
 import os
 import signal
-import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from kftrain.process.machine import make_node_folder
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,5 @@ def _read_file(path: Path) -> WorkingProcess | None:
 
 
 def _make_folder() -> Path:
-    """Return this user's own folder on this machine; one that somebody else made, or a link, is as good as none."""
-    folder = Path(tempfile.gettempdir()) / f"kftrain-{os.getuid()}"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-            return folder
-    return folder / "nowhere"
+    """Return this user's own folder on this machine, or one in which nothing can be."""
+    return make_node_folder("", "") or Path(os.devnull)

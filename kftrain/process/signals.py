@@ -11,10 +11,10 @@ from types import FrameType
 INTERRUPT = signal.SIGINT
 """The signal that Ctrl-C sends to every process at the terminal."""
 
-HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
-"""A terminal that was closed; None on systems without it."""
+HANGUP = signal.SIGHUP
+"""A terminal that was closed."""
 
-STOP = (signal.SIGTERM,) if HANGUP is None else (signal.SIGTERM, HANGUP)
+STOP = (signal.SIGTERM, HANGUP)
 """Signals that ask a process to stop, besides Ctrl-C."""
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers

@@ -61,17 +61,9 @@ def _raise_stopped(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _kill_group_after(process_id: int) -> None:
-    _wait_for_end(process_id)
+    with contextlib.suppress(ProcessLookupError):
+        while not hasattr(os, "pidfd_open"):
+            os.kill(process_id, 0)
+            time.sleep(POLL_SECONDS)
+        select.select([os.pidfd_open(process_id)], [], [])
     os.killpg(0, signal.SIGKILL)
-
-
-def _wait_for_end(process_id: int) -> None:
-    try:
-        if not hasattr(os, "pidfd_open"):
-            while True:
-                os.kill(process_id, 0)
-                time.sleep(POLL_SECONDS)
-        descriptor = os.pidfd_open(process_id)
-    except ProcessLookupError:
-        return
-    select.select([descriptor], [], [])

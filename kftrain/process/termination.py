@@ -13,7 +13,6 @@ TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_BYTES = 1000
 """Bytes of a message, at most. Kubernetes keeps 4096 per container and 12 KiB per pod."""
 
-
 _SIGN = re.compile(r"(?:\w+: )?(?:Error )?(?:\(exit code \d+\): )?kftrain exit code (\d+)(?: \((\w+)\))?: ")
 """Beginning of every message of ours: Kubeflow keeps no exit codes, and no text of a user stands before it."""
 

@@ -16,7 +16,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kftrain.errors import FIRST_RETRYABLE_CODE
-from kftrain.run import attempts, commit
+from kftrain.run import attempts
+from kftrain.run.job_tasks import TRAINING, JobTask
 from kftrain.run.paths import RunPaths
 
 
@@ -25,7 +26,7 @@ class Standing:
     """A run's progress and attempts as its folder shows them at one moment."""
 
     step: int
-    """Step of the newest committed checkpoint; 0 where there is none."""
+    """Step of the newest committed checkpoint, or what else a task counts; 0 where there is none."""
     last_attempt: int
     """Number of the newest claim; 0 where there is none."""
     num_at_one_step: int = 0
@@ -90,9 +91,9 @@ class RestartBudget:
         return self.num_failed > self.limit
 
 
-def read_standing(paths: RunPaths, since: int) -> Standing:
+def read_standing(paths: RunPaths, since: int, task: JobTask = TRAINING) -> Standing:
     """Read what a run's folder says now; only claims later than number `since` count. Raises what storage raises."""
-    step = commit.find_last_step(paths)
+    step = task.count_progress(paths)
     return Standing(step, attempts.find_last_attempt(paths), attempts.count_without_progress(paths, since))
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from kftrain.config import ORDER
+from kftrain.config import ORDERS
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, OldOrderError, OtherTrainingError
 from kftrain.run import attempts, documents
@@ -227,9 +227,9 @@ def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any]
 
 def require_present_order(identity: dict[str, Any], where: str) -> None:
     """Raise OldOrderError if a training was begun under another order of samples: no step can follow its last one."""
-    if identity.get("order") != ORDER:
+    if identity.get("order") not in ORDERS:
         raise OldOrderError(
-            f"this training was begun under another order of samples than {ORDER}",
+            f"this training was begun under another order of samples than {' and '.join(map(str, ORDERS))}",
             where=where,
             value=identity.get("order"),
             fix="finish it with the release that began it, or start a new run",

@@ -40,6 +40,12 @@ class RunShards(Document):
 
     manifest_uri: str
     dataset_digest: str
+    manifest_sha256: str = ""
+    """Digest of a manifest with pages when the whole was looked at; else empty, and left out as releases before do."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, as `Document.to_dict`."""
+        return {name: value for name, value in super().to_dict().items() if value}
 
 
 class Completion(Document):
@@ -331,6 +337,27 @@ class EvaluationRequest(Document):
     targets: list[EvaluationTarget]
 
 
+class PartShare(Document):
+    """`sharding/<config digest>/<rank>.json`: parts of a source that one process encodes, and what it needs for it."""
+
+    kind: str
+    """Kind of the source, so that nobody has to look again."""
+    assets: dict[str, Any]
+    strata: dict[str, int]
+    level: Literal["sha256", "size", "replaced"]
+    jobs: list[dict[str, Any]]
+    """The parts, each with its input digest: what a process that encodes is told."""
+
+    @property
+    def digest(self) -> str:
+        """Digest by which a process knows its share: 128 bits, as a job names those of all."""
+        return storage.digest_json(self.to_dict())[:32]
+
+
+SHARES_ENV = "KFTRAIN_SHARES"
+"""Variable with the digests of a sharding job's shares, by rank: no process reads what anybody else tells it to."""
+
+
 DocumentType = TypeVar("DocumentType", bound=Document)
 
 
@@ -361,8 +388,12 @@ def parse_document(
     kind: type[DocumentType], content: bytes, uri: str, error: type[KftrainError] = DataError
 ) -> DocumentType:
     """Parse the bytes that were read from `uri`. Raises `error` where they are damaged or of another schema version."""
+    return validate(kind, storage.decode_json(content, uri, error), uri, error)
+
+
+def validate(kind: type[DocumentType], document: Any, uri: str, error: type[KftrainError] = DataError) -> DocumentType:
+    """Make a document of the JSON that was read from `uri`. Raises `error` as `parse` does."""
     name = uri.rsplit("/", 1)[-1]
-    document = storage.decode_json(content, uri, error)
     try:
         if isinstance(document, dict) and (version := document.get("schema_version")) != SCHEMA_VERSION:
             raise error(f"{name} has another schema version", where=uri, value=version, fix=f"need {SCHEMA_VERSION}")

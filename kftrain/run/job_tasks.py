@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import EvaluationError, LaunchError
-from kftrain.run import documents
+from kftrain.run import commit, documents
 from kftrain.run.completion import read_completion, read_evaluations
-from kftrain.run.documents import Evaluation, EvaluationRequest
+from kftrain.run.documents import Evaluation, EvaluationRequest, PartShare
 from kftrain.run.paths import RunPaths
 
 
@@ -41,6 +42,13 @@ class JobTask:
     """True if rank 0 logs to the MLflow run that the launcher names."""
     is_in_every_run: bool = False
     """True if `kftrain run` has such a job, so that its dry run shows it."""
+    meets: bool = True
+    """True if its nodes work together: the others wait until the first one has completed the job. Else each has a share
+    of its own, needs no GPU, and ends when that is done."""
+    progress: str = "checkpoint"
+    """Word for what a failed attempt must have added so that the count of failures begins anew."""
+    count_progress: Callable[[RunPaths], int] = commit.find_last_step
+    """Returns a number that grows with each of them."""
 
     def is_complete(self, paths: RunPaths, config: Config) -> bool:
         """Tell whether everything that a job was to produce is there and belongs to this very job."""
@@ -53,6 +61,15 @@ class JobTask:
 
 def _read_requested_evaluations(paths: RunPaths, config: Config) -> list[Evaluation]:
     return read_evaluations(paths, documents.read(EvaluationRequest, paths.evaluation_request, EvaluationError))
+
+
+def _read_shares(paths: RunPaths, config: Config) -> list[PartShare]:
+    uris = [paths.share(config.digest(), rank) for rank in range(config.data.shard_pods)]
+    shares = [documents.read(PartShare, uri, LaunchError) for uri in uris]
+    names = {f"{job['input_digest']}.json" for share in shares for job in share.jobs}
+    if missing := names.difference(storage.list_names(paths.encoded_parts)):
+        raise LaunchError("parts are not encoded yet", where=paths.sharding, value=len(missing), fix="run again")
+    return shares
 
 
 TRAINING = JobTask(
@@ -76,7 +93,19 @@ EVALUATION = JobTask(
     is_in_every_run=True,
 )
 
-JOB_TASKS = {task.name: task for task in (TRAINING, EVALUATION)}
+SHARDING = JobTask(
+    name="shard",
+    rank_function="kftrain.sharding.parts.share:encode_share",
+    read_results=_read_shares,
+    state="Sharding",
+    stop_message="the sharding was stopped; parts that are encoded are not encoded again",
+    log_folder="sharding",
+    meets=False,
+    progress="part",
+    count_progress=lambda paths: len(storage.list_names(paths.encoded_parts)),
+)
+
+JOB_TASKS = {task.name: task for task in (TRAINING, EVALUATION, SHARDING)}
 """Name -> task of a job."""
 
 

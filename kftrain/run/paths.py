@@ -6,6 +6,8 @@
 <root>/runs/<run>/configs/<config digest>.yaml                      launcher      -> workers of one job
 <root>/runs/<run>/configs/<config digest>-before.yaml                launcher      -> launcher (if that is refused)
 <root>/runs/<run>/launcher.json                                     launcher      -> workers (its heartbeat)
+<root>/runs/<run>/sharding/<config digest>/<rank>.json              shard         -> workers of its job
+<root>/runs/<run>/sharding/parts/<input digest>.json                workers       -> shard
 <root>/runs/<run>/shards.json                                       shard         -> train, evaluate
 <root>/runs/<run>/drift.json                                        shard         -> reports
 <root>/runs/<run>/attempts/<n>.json                                 rank 0's claim
@@ -81,6 +83,10 @@ class RunPaths:
     """Folder of checkpoints, committed and half-written ones."""
     evaluation_request = _Below("evaluation", "request.json")
     """The exports that the evaluation job is asked to score."""
+    sharding = _Below("sharding")
+    """Folder of the plans of sharding jobs and of what they have done; it goes when the shards are written."""
+    encoded_parts = _Below("sharding", "parts")
+    """Folder of what leads to the parts that a sharding job has encoded."""
     drift = _Below("drift.json")
     """The changes since the dataset before; not there where nothing was compared."""
     unmeasured = _Below("evaluation", "unmeasured.json")
@@ -106,6 +112,10 @@ class RunPaths:
     def job_config(self, config_digest: str) -> str:
         """Return the URI of the configuration that one job was started for."""
         return storage.join(self.uri, "configs", f"{config_digest[:16]}.yaml")
+
+    def share(self, config_digest: str, rank: int) -> str:
+        """Return the URI of what one process of the sharding job with this configuration is to do."""
+        return storage.join(self.sharding, config_digest[:16], f"{rank}.json")
 
     def config_before(self, config_digest: str) -> str:
         """Return the URI of the configuration whose place the one with this digest took."""

@@ -23,7 +23,7 @@ from kftrain.data.shards.manifest import Component, Manifest, Shard, Split
 from kftrain.errors import DataError, EmptyWindowError
 from kftrain.sharding.parts.baselines import measure_baselines
 from kftrain.sharding.parts.encoder import Encoding
-from kftrain.sharding.shard_dataset import ShardingResult, manifest_path, shard_dataset
+from kftrain.sharding.shard_dataset import RunJob, ShardingResult, manifest_path, shard_dataset
 from kftrain.sharding.sources import resolve_source
 from kftrain.sharding.sources.windowed import TIMES_FOLDER
 
@@ -34,27 +34,41 @@ _EQUAL = ("sample_schema", "validation_schema")
 """Fields that the manifests of a mixture have in common."""
 
 
-def shard_mixture(config: Config, task: EncodingTask, progress: Progress) -> ShardingResult:
+def shard_mixture(
+    config: Config, task: EncodingTask, progress: Progress, run_job: RunJob | None = None
+) -> ShardingResult:
     """Shard the configuration's source, or each of its mixture, or find the shards unchanged.
 
     Raises as `shard_dataset`.
     """
     if not config.data.components:
-        return shard_dataset(config, task, progress)
+        return shard_dataset(config, task, progress, run_job)
     start = time.monotonic()
     results: dict[str, ShardingResult] = {}
     for component in config.data.components:
         component_config = config.model_copy(update={"data": config.data.of_component(component)})
         report = functools.partial(_report_for, progress, component.name)
-        results[component.name] = shard_dataset(component_config, task, report)
+        results[component.name] = shard_dataset(component_config, task, report, run_job)
     manifest = mix_manifests({name: result.manifest for name, result in results.items()})
     uri = storage.join(config.run.storage_root, manifest_path(manifest.dataset_digest))
-    encoding = Encoding.of(config.data, config.task.kind, task)
-    manifest = manifest.model_copy(update={"baselines": measure_baselines(encoding, uri, manifest)})
-    storage.publish_json(uri, manifest.to_dict())
+    existing = _read_same(uri, manifest)
+    if existing is None:
+        encoding = Encoding.of(config.data, config.task.kind, task)
+        manifest = manifest.model_copy(update={"baselines": measure_baselines(encoding, uri, manifest)})
+        manifests.publish_manifest(uri, manifest)
+    manifest = existing or manifest
     reused = all(result.reused for result in results.values())
     listings = {source: listing for result in results.values() for source, listing in result.listings.items()}
     return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start, listings)
+
+
+def _read_same(uri: str, mixed: Manifest) -> Manifest | None:
+    """Read the manifest of a mixture if it is this one but for its baselines; None if it is not."""
+    try:
+        manifest = manifests.read_manifest(uri)
+        return manifest if manifest.to_dict() | {"baselines": {}} == mixed.to_dict() else None
+    except DataError:
+        return None
 
 
 def is_window_empty(data: DataConfig, storage_root: str) -> bool:

@@ -15,8 +15,9 @@ of them again has the same bytes and digests. Neither the number of processes no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -30,25 +31,25 @@ from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards import verify
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
 from kftrain.data.shards.staging import publish_folder, staging_folder
-from kftrain.errors import DataError
+from kftrain.errors import DataError, KftrainError
 from kftrain.process.machine import num_cpus
+from kftrain.run.documents import PartShare
 from kftrain.sharding.adopted.adopting import adopt
 from kftrain.sharding.clusters import name_cluster
 from kftrain.sharding.parts import findings, pool
 from kftrain.sharding.parts.baselines import measure_baselines
 from kftrain.sharding.parts.document import PartDocument, add_statistics
 from kftrain.sharding.parts.encoder import Encoding
-from kftrain.sharding.parts.store import Level, PartStore
+from kftrain.sharding.parts.share import count_processes, make_first_message, share_parts
+from kftrain.sharding.parts.store import THREADS, Level, PartStore
 from kftrain.sharding.sources import resolve_source
 from kftrain.sharding.sources.keyed import KeyedSource
 from kftrain.sharding.sources.listing import digest_listing
 from kftrain.sharding.sources.windowed import TIMES_FOLDER
+from kftrain.sharding.unchanged import note_written, require_unchanged
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import EncodingTask
-
-PROCESS_BYTES = 32_000_000
-"""Bytes below which a process of its own costs more than it saves."""
 
 LISTING_SHARE = 0.05
 """Share of the time that may go into looking whether the source is unchanged."""
@@ -68,28 +69,40 @@ class ShardingResult:
     """Source -> its listing, where the window begins at a watermark."""
 
 
-def shard_dataset(config: Config, task: EncodingTask, progress: Progress) -> ShardingResult:
+RunJob = Callable[[Config, Sequence[PartShare]], str]
+"""Function that lets a job encode shares of the parts; returns the folder of what leads to them."""
+
+
+def shard_dataset(
+    config: Config, task: EncodingTask, progress: Progress, run_job: RunJob | None = None
+) -> ShardingResult:
     """Shard the configuration's source under its task, or find its shards unchanged. `progress` gets lines to show.
 
-    Afterwards the task encodes as the dataset is encoded.
+    Afterwards the task encodes as the dataset is encoded. `run_job`: starts the job of `data.shard_pods`; None: all
+    is encoded here.
 
     Raises DataError (bad, empty or changing source), ConfigError (no such source), UserCodeError or RetryableError (the
     disk is full, or a process was killed).
     """
     start = time.monotonic()
-    if config.data.shards == "adopt":
+    is_adopted = config.data.shards == "adopt"
+    if config.data.shard_pods > 1 and (is_adopted or task.built_from != config.task):
+        progress("data.shard_pods is not used: the shards are there, or the task is not made from the configuration")
+        run_job = None
+    if is_adopted:
         adopted = adopt(config, task, progress)
         digest = adopted.manifest.dataset_digest
         return ShardingResult(adopted.manifest_uri, digest, adopted.reused, adopted.manifest, time.monotonic() - start)
-    sharding = _Sharding(config, task, progress)
+    sharding = _Sharding(config, task, progress, run_job)
     root = config.run.storage_root
     pointer = storage.join(root, "shards", "by-source", f"{sharding.source_digest()}.json")
-    manifest, level = _find(root, pointer, sharding.state, progress)
+    manifest, level = _find(root, pointer, sharding.state, config.data.rehash, progress)
     reused = manifest is not None
     if manifest is None:
         with storage.explain_disk_errors(storage.join(root, "shards")):
             manifest = sharding.run(level)
             digest = manifest.dataset_digest
+            note_written(storage.join(root, manifest_path(digest)), manifest, sharding.reused)
             if config.data.stratify:
                 storage.publish_json(strata_uri(root, sharding.data), {"strata": sharding.source.strata})
             storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest})
@@ -107,18 +120,19 @@ def manifest_path(dataset_digest: str) -> str:
     return f"shards/{dataset_digest}/{MANIFEST_NAME}"
 
 
-def _find(root: str, pointer: str, state: str, progress: Progress) -> tuple[Manifest | None, Level]:
+def _find(root: str, pointer: str, state: str, rehash: bool, progress: Progress) -> tuple[Manifest | None, Level]:
     """Find the manifest that the pointer leads to, if all is unchanged, and how far parts may be reused."""
+    level: Level = "sha256" if rehash else "size"
     try:
         target = storage.read_json_if_exists(pointer)
         if target is None:
-            return None, "size"
+            return None, level
         if "state" in target and target["state"] != state:
             progress("files of the source may hold something else, at the same size and time: looking at them again")
             return None, "replaced"
         uri = storage.join(root, manifest_path(target["dataset_digest"]))
         manifest = manifests.read_manifest(uri)
-        verify.verify_shards(uri, manifest)
+        require_unchanged(uri, manifest, rehash, progress)
         read_assets(root, manifest.task_settings)
         if "state" not in target:  # of a release before
             storage.publish_json(pointer, {**target, "state": state})
@@ -132,8 +146,9 @@ def _find(root: str, pointer: str, state: str, progress: Progress) -> tuple[Mani
 class _Sharding:
     """Sharding of a source, up to the published manifest."""
 
-    def __init__(self, config: Config, task: EncodingTask, progress: Progress) -> None:
+    def __init__(self, config: Config, task: EncodingTask, progress: Progress, run_job: RunJob | None) -> None:
         self._config = config
+        self._run_job = run_job if config.data.shard_pods > 1 else None
         self._task = task
         self._kind = resolve_source.source_kind(config.data, progress)
         self._root = config.run.storage_root
@@ -150,6 +165,8 @@ class _Sharding:
             self._config = config.model_copy(update={"data": data})
             self._settings = self._collect_settings()
         self.data = self._config.data
+        self.reused: set[str] = set()
+        """Digests of parts that were there."""
         self.source = KeyedSource(source, self.data)
 
     def _collect_settings(self) -> dict[str, Any]:
@@ -195,7 +212,7 @@ class _Sharding:
         self._refuse_changed_source()
         folder_uri = uri.rsplit("/", 1)[0]
         with staging_folder(self._shards_uri) as folder:
-            storage.publish_json(str(folder / MANIFEST_NAME), manifest.to_dict())
+            manifests.publish_manifest(str(folder / MANIFEST_NAME), manifest)
             publish_folder(folder, folder_uri, MANIFEST_NAME, verify.has_its_shards)
         self._progress(f"shards written to {folder_uri}")
         return manifests.read_manifest(uri)
@@ -233,6 +250,7 @@ class _Sharding:
         for number, document, reused in self._iterate_documents(store, parts, inputs):
             encoded[number] = document
             written += [] if reused else [number]
+            self.reused |= {document.part_digest} if reused else set()
             if len(parts) > 1:
                 self._progress(_describe_part(document, len(encoded), len(parts), reused))
             if time.monotonic() >= look_at:
@@ -244,33 +262,51 @@ class _Sharding:
         self, store: PartStore, parts: list[SourcePart], inputs: list[str]
     ) -> Iterator[tuple[int, PartDocument, bool]]:
         """Yield number, document and reuse of each part as it is done; the largest ones are begun first."""
+        pairs = list(zip(parts, inputs, strict=True))
         order = sorted(range(len(parts)), key=lambda number: -parts[number].size_bytes)
-        num_processes = self._count_processes(parts)
+        jobs = {number: {**asdict(pairs[number][0]), "input_digest": pairs[number][1]} for number in order}
+        if self._run_job is not None:
+            for known, reused in self._find_on_pods(self._run_job, store, jobs):
+                yield from ((number, document, reused) for number, document in known.items())
+                jobs = {number: job for number, job in jobs.items() if number not in known}
+        num_processes = 1
+        if self._task.built_from == self._config.task:  # else another process cannot build it
+            sizes = [job["size_bytes"] for job in jobs.values()]
+            num_processes = count_processes(sizes, self._config.data.processes, num_cpus())
         if num_processes == 1:
             shown = self._progress if len(parts) == 1 else lambda line: None
-            for number in range(len(parts)):
+            for number in sorted(jobs):
                 yield number, *store.obtain(self.source, parts[number], inputs[number], shown)
             return
-        first = {
-            "data": self._config.data.model_dump(mode="json"),
-            "task": self._config.task.model_dump(mode="json"),
-            "kind": self._kind,
-            "assets": self._encoding.settings.get(ASSETS, {}),
-            "strata": self.source.strata,
-            "root": self._root,
-            "shards_uri": store.shards_uri,
-            "level": store.level,
-        }
-        jobs = [{**asdict(parts[number]), "input_digest": inputs[number]} for number in order]
-        for number, answer in pool.map_jobs(jobs, first, num_processes):
-            yield order[number], PartDocument.model_validate(answer["document"]), answer["reused"]
+        share, numbers = self._make_share(store, jobs.values()), list(jobs)
+        for place, answer in pool.map_jobs(share.jobs, make_first_message(self._config, share), num_processes):
+            yield numbers[place], PartDocument.model_validate(answer["document"]), answer["reused"]
 
-    def _count_processes(self, parts: list[SourcePart]) -> int:
-        """Return how many processes encode; a task not built from this configuration cannot be built elsewhere."""
-        if self._task.built_from != self._config.task:
-            return 1
-        worth = 1 + sum(part.size_bytes for part in parts) // PROCESS_BYTES
-        return max(1, min(len(parts), self._config.data.processes or min(num_cpus(), worth)))
+    def _find_on_pods(
+        self, run_job: RunJob, store: PartStore, jobs: Mapping[int, Any]
+    ) -> Iterator[tuple[dict[int, PartDocument], bool]]:
+        """Yield the parts that are there; then those that pods have encoded, unless too little is missing for two."""
+        known = store.find_all(jobs)
+        yield known, True
+        left = {number: job for number, job in jobs.items() if number not in known}
+        num_pods = count_processes([job["size_bytes"] for job in left.values()], 0, self._config.data.shard_pods)
+        if num_pods > 1:
+            shares = [self._make_share(store, share) for share in share_parts(list(left.values()), num_pods)]
+            try:
+                pending = run_job(self._config, shares)
+            except KftrainError:
+                self._refuse_changed_source()
+                raise
+            yield replace(store, pending=pending).find_all(left), False
+
+    def _make_share(self, store: PartStore, jobs: Iterable[dict[str, Any]]) -> PartShare:
+        return PartShare(
+            kind=self._kind,
+            assets=self._encoding.settings.get(ASSETS, {}),
+            strata=self.source.strata,
+            level=store.level,
+            jobs=list(jobs),
+        )
 
     def _keep(self, store: PartStore, inputs: list[str], written: list[int], encoded: dict[int, PartDocument]) -> float:
         """Let the parts that are written be found again, if the source is unchanged; return when to look next."""
@@ -279,8 +315,9 @@ class _Sharding:
         if written:
             self._refuse_changed_source()
         seconds = time.monotonic() - start
-        for number in written:
-            store.keep(inputs[number], encoded[number].part_digest, self._parts[number].state)
+        pointers = [(inputs[number], encoded[number].part_digest, self._parts[number].state) for number in written]
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(lambda pointer: store.keep(*pointer), pointers))
         written.clear()
         return time.monotonic() + seconds / LISTING_SHARE
 

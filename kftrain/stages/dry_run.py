@@ -8,7 +8,7 @@ from kftrain.config import Config
 from kftrain.launch.base import build_launcher
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, make_job
 from kftrain.run.config import read_config
-from kftrain.run.job_tasks import JOB_TASKS, JobTask
+from kftrain.run.job_tasks import JOB_TASKS, SHARDING, JobTask
 from kftrain.run.paths import RunPaths
 from kftrain.stages import preflight
 from kftrain.tracking import mlflow_run
@@ -20,7 +20,8 @@ def describe_jobs_of_new_run(config: Config, run_id: str = "") -> str:
     `run_id`: empty: `<run.name>-dry-run`. Raises ConfigError or LaunchError if the job would be refused.
     """
     paths = RunPaths.of(config.run.storage_root, run_id or f"{config.run.name}-dry-run")
-    return _format_jobs(paths, config, [task for task in JOB_TASKS.values() if task.is_in_every_run])
+    tasks = [task for task in JOB_TASKS.values() if task.is_in_every_run]
+    return _format_jobs(paths, config, [*tasks, SHARDING] if config.data.shard_pods > 1 else tasks)
 
 
 def describe_job_of_run(run_uri: str, task: str) -> str:
@@ -32,6 +33,7 @@ def describe_job_of_run(run_uri: str, task: str) -> str:
 def _format_jobs(paths: RunPaths, config: Config, tasks: Sequence[JobTask], mlflow_run_id: str = "") -> str:
     preflight.check_batch(config)
     preflight.check_model(config)
+    preflight.check_shard_pods(config)
     launcher = build_launcher(config)
     text = ""
     for task in tasks:

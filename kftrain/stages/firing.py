@@ -19,7 +19,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from kftrain import launch, report
-from kftrain.config import Config
+from kftrain.config import ORDERS, Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress
 from kftrain.errors import EmptyWindowError, FailureClass
@@ -297,10 +297,12 @@ def choose_link(config: Config, ended: FiringEnd) -> str:
 def _digest_identity(config: Config, dataset_digest: str) -> str:
     """Return a digest of data, model and settings; initial weights count by their name in `train.from`.
 
-    So `champion` stays the same when the champion changes: a new champion alone is nothing to train on.
+    So `champion` stays the same when the champion changes: a new champion alone is nothing to train on, and neither is
+    a release with another order of samples.
     """
     asked = config.model_copy(update={"train": config.train.without_weights()})
-    return storage.digest_json({**asked.training_identity(dataset_digest), "from": config.train.start_from})
+    same = {"order": ORDERS[0], "from": config.train.start_from}
+    return storage.digest_json({**asked.training_identity(dataset_digest), **same})
 
 
 def _classify_end(error: ErrorDocument | None, skipped: Skipped | None) -> tuple[Result, str]:

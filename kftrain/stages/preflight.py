@@ -66,6 +66,7 @@ def check_run(config: Config) -> None:
     check_model(config)
     check_model_name(config.model_name)
     check_free_space(config)
+    check_shard_pods(config)
     require_private_credentials(config.tracking)
     tracking.check(config.tracking.uri)
 
@@ -151,6 +152,13 @@ def check_free_space(config: Config) -> None:
         raise ConfigError(what, where="run.storage_root", value=root, fix="free some space or use another folder")
 
 
+def check_shard_pods(config: Config) -> None:
+    """Raises LaunchError where the pods of `data.shard_pods` could not reach a source that lies on this machine."""
+    if config.data.shard_pods > 1 and config.launch.has_pods and not config.launch.kubernetes.volumes:
+        for key, source in config.data.sources.items():
+            _require_remote_source(key, source, "the pods of data.shard_pods")
+
+
 STEPS = "the pipeline's steps"
 
 
@@ -177,14 +185,14 @@ def require_remote(config: Config, is_shared: Callable[[str], bool] = lambda uri
     require_tracking_server(config, STEPS)
     for key, source in config.data.sources.items():
         if not is_shared(source):
-            _require_remote_source(key, source)
+            _require_remote_source(key, source, STEPS)
     _require_no_password(config)
 
 
-def _require_remote_source(key: str, source: str) -> None:
+def _require_remote_source(key: str, source: str, who: str) -> None:
     if source not in SOURCES and not is_plugin(source) and storage.is_local(source):
         raise LaunchError(
-            f"{STEPS} cannot reach a file or folder of this machine",
+            f"{who} cannot reach a file or folder of this machine",
             where=key,
             value=source,
             fix=f"use an object store (s3://…), module:attr, or one of: {', '.join(SOURCES)}",

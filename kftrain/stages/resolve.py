@@ -20,6 +20,7 @@ from kftrain import config as configuration
 from kftrain.config import Config
 from kftrain.core import credentials, storage
 from kftrain.core.plugins import is_plugin
+from kftrain.data.settings import ORDER, DataConfig
 from kftrain.errors import CheckpointError, ConfigError, DataError, OtherTrainingError
 from kftrain.kubeflow import parameters
 from kftrain.run import attempts, commit
@@ -219,6 +220,13 @@ def open_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
     return OpenedRun(config, paths, previous, must_exist)
 
 
+def with_order(config: Config, paths: RunPaths) -> Config:
+    """Return the configuration with the order of samples that its run was opened with, and in order 2 without lanes."""
+    order = min(config.data.order, read_config(paths).data.order if is_opened(paths) else ORDER)
+    own = {} if order == ORDER else {"order": order, "lanes": DataConfig().lanes}
+    return config.model_copy(update={"data": config.data.model_copy(update=own)})
+
+
 def keep_run(run: OpenedRun, job_id: str = "") -> None:
     """Open a run: write its configuration into its folder, and the pipeline run that works on it from now on.
 
@@ -226,7 +234,8 @@ def keep_run(run: OpenedRun, job_id: str = "") -> None:
     """
     if job_id:
         storage.publish_json(_opener_uri(run.paths, job_id), {"job_id": job_id, "time": time.time()})
-    keep_config(run.paths, run.config, run.previous)
+    data = run.config.data.model_copy(update={"rehash": False})  # a wish of whoever opens it now
+    keep_config(run.paths, run.config.model_copy(update={"data": data}), run.previous)
 
 
 def read_openings(paths: RunPaths) -> list[float]:

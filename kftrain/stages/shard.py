@@ -6,9 +6,10 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from kftrain import report
+from kftrain import launch, report
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress, to_log
@@ -24,6 +25,7 @@ from kftrain.run.drift import Drift
 from kftrain.run.paths import RunPaths
 from kftrain.run.watermark import WindowFiles
 from kftrain.sharding import dataset_drift, mixing
+from kftrain.sharding.unchanged import require_unchanged
 from kftrain.stages import failure, firing, preflight, resolve, windows
 from kftrain.stages.firing import Begun
 from kftrain.stages.outcome import Outcome
@@ -88,6 +90,7 @@ def shard(
         preflight.check_writable(config)
         begun = begun or Begun(config)
         with failure.keep_heartbeat(paths, config) if is_opened(paths) else contextlib.nullcontext():
+            config = resolve.with_order(config, paths)
             if begun.skipped is None:
                 config = windows.with_replay(config, paths, progress)
                 config = initial_weights.with_initial_weights(config, paths, progress)
@@ -126,10 +129,14 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     run = replace(run, config=config)
     for line in preflight.describe_oddities(config):
         progress(line)
-    existing = _find_own_shards(run)
+    existing = _find_own_shards(run, progress)
     if existing is None:
-        result = mixing.shard_mixture(config, build_task(config.task), progress)
-        shards = RunShards(manifest_uri=result.manifest_uri, dataset_digest=result.dataset_digest)
+        result = mixing.shard_mixture(config, build_task(config.task), progress, partial(launch.run_sharding, paths))
+        storage.remove(paths.sharding)  # all parts are found by their inputs now
+        found_whole = storage.sha256_file(result.manifest_uri) if manifest.has_pages(result.manifest) else ""
+        shards = RunShards(
+            manifest_uri=result.manifest_uri, dataset_digest=result.dataset_digest, manifest_sha256=found_whole
+        )
         described, reused = result.manifest, result.reused
         _require_same_dataset(paths, shards)
         files = windows.find_new_files(config.data.window, result.listings, progress)
@@ -181,14 +188,19 @@ def _write_dataset(paths: RunPaths, prepared: Prepared, progress: Progress) -> O
     )
 
 
-def _find_own_shards(run: OpenedRun) -> tuple[RunShards, Manifest] | None:
+def _find_own_shards(run: OpenedRun, progress: Progress) -> tuple[RunShards, Manifest] | None:
     """Return the run's own shards if its data settings are unchanged, even if the source has grown meanwhile."""
     before, now = run.previous, run.config
-    if before is None or (before.data, before.task) != (now.data, now.task) or not storage.exists(run.paths.shards):
+    # No dataset follows from the others, and they change: a release before had other defaults of some.
+    others = {name for name, effect in now.data.effects().items() if effect.counted_as in ("", "order")}
+    as_now = {name: value for name, value in now.data if name in others}
+    is_same = before and (before.data.model_copy(update=as_now), before.task) == (now.data, now.task)
+    if not is_same or not storage.exists(run.paths.shards):
         return None
     try:
         shards, described = read_dataset(run.paths)
         build_task_of(now.task, shards.manifest_uri, described.task_settings)
+        require_unchanged(shards.manifest_uri, described, now.data.rehash, progress)
         return shards, described
     except DataError:  # damaged or deleted: sharding writes the very same again, or says why it cannot
         return None

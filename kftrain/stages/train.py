@@ -18,6 +18,7 @@ from kftrain.run.completion import find_completion
 from kftrain.run.config import read_config, restore_config
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
+from kftrain.sharding.unchanged import forget_if_damaged
 from kftrain.stages import failure, firing
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.tasks.run_dataset import read_dataset, require_usable
@@ -43,6 +44,7 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
             with (
                 _restored_if_refused(paths, kept, progress),
                 mlflow_run.restore_status_if_refused(paths, config, progress),
+                forget_if_damaged(shards.manifest_uri, manifest),
             ):
                 completion = launch.run_training(
                     paths,

@@ -52,8 +52,9 @@ def _uri(manifest_uri: str) -> str:
 def _show_split(task: Task, manifest_uri: str, manifest: Manifest, split: str) -> list[dict[str, Any]]:
     dataset = ShardedDataset(manifest_uri, manifest, split)
     shards = manifest.splits[split].shards
-    block_starts = np.cumsum([0, *(shard.num_blocks for shard in shards)])
-    sample_starts = np.cumsum([0, *(shard.num_samples for shard in shards)])
+    block_starts, sample_starts = (
+        np.append(0, np.cumsum(manifest.splits[split].column(name))) for name in ("num_blocks", "num_samples")
+    )
     count = min(NUM_EXAMPLES[split], int(block_starts[-1]))
     examples = []
     for number in (step * int(block_starts[-1]) // count for step in range(count)):

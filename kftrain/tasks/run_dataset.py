@@ -9,6 +9,8 @@ from kftrain.core import storage
 from kftrain.core.plugins import is_plugin, user_code
 from kftrain.data.conversion import find_conversion
 from kftrain.data.schema import SPLITS, SampleSchema
+from kftrain.data.settings import DataConfig
+from kftrain.data.shards.cache import NodeCache
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kftrain.data.shards.verify import check_listing
 from kftrain.data.windows import count_windows, is_stream
@@ -19,10 +21,19 @@ from kftrain.tasks import Task, build_task_of
 from kftrain.trust import read_shards, require_places
 
 
-def read_dataset(paths: RunPaths) -> tuple[RunShards, Manifest]:
-    """Read the dataset of a run with its manifest. Raises DataError if one of them is missing or damaged."""
+def read_dataset(paths: RunPaths, data: DataConfig | None = None) -> tuple[RunShards, Manifest]:
+    """Read the dataset of a run with its manifest. Raises DataError if one of them is missing or damaged.
+
+    `data`: its settings, for a process of a job; those of a node ask a store once for the manifest.
+    """
     shards = read_shards(paths)
-    return shards, read_manifest(shards.manifest_uri)
+    uri, digest = shards.manifest_uri, shards.dataset_digest
+    cache = NodeCache.of_node(data.cache_dir, data.cache_bytes) if data and not storage.is_local(uri) else None
+    manifest = read_manifest(uri, cache, shards.manifest_sha256)
+    if manifest.dataset_digest != digest:
+        fix = "restore the manifest, or run the shard step again"
+        raise DataError("the manifest is that of another dataset", where=uri, value=manifest.dataset_digest, fix=fix)
+    return shards, manifest
 
 
 def find_manifest(uri: str) -> str:

@@ -18,7 +18,6 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.plugins import user_code
 from kftrain.core.progress import to_log
-from kftrain.data.shards.manifest import read_manifest
 from kftrain.errors import CheckpointError
 from kftrain.models import build_model
 from kftrain.run import attempts, commit
@@ -27,8 +26,8 @@ from kftrain.run.paths import RunPaths
 from kftrain.run.selection import BestEvaluation, order_steps
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tasks.base import Task
+from kftrain.tasks.run_dataset import read_dataset
 from kftrain.train.reading import Training, open_training_samples
-from kftrain.trust import read_shards
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,8 @@ def build_task_of_run(paths: RunPaths, config: Config) -> Task:
     task = build_task(config.task)
     if not task.asset_names:
         return task
-    shards = read_shards(paths)
-    return build_task_of(config.task, shards.manifest_uri, read_manifest(shards.manifest_uri).task_settings)
+    shards, manifest = read_dataset(paths, config.data)
+    return build_task_of(config.task, shards.manifest_uri, manifest.task_settings)
 
 
 def export_model(paths: RunPaths, config: Config, task: Task, checkpoint_uri: str) -> tuple[str, str]:

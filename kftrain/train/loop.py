@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kftrain.checkpoint import load
 from kftrain.checkpoint.save import CheckpointWriter
@@ -20,7 +20,7 @@ from kftrain.config import Config
 from kftrain.core.progress import to_log
 from kftrain.data.decoding import BadSample
 from kftrain.data.expanded import ValidationRows
-from kftrain.data.loader import Counters, StepBatch, TrainLoader
+from kftrain.data.loader import StepBatch, TrainLoader
 from kftrain.errors import DataError, DivergedError, FailureClass, Preempted
 from kftrain.evaluate.score import total_metrics
 from kftrain.parallel.world import World
@@ -34,6 +34,7 @@ from kftrain.train.recorder import Recorder
 from kftrain.train.saves import Saves
 from kftrain.train.settings import OptimizerConfig
 from kftrain.train.step import seed_step
+from kftrain.train.usage import DataMetrics
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Loop:
         writer.bad_samples = self._left_out.numbers
         writer.keep_every = config.checkpoint.keep_every
         writer.selected = lambda: self.best.selection
-        self._data_metrics = DataMetrics(loader.counters, world)
+        self._data_metrics = DataMetrics(loader.counters, world, config.data.cache_dir)
         self._num_nonfinite = 0
         self._last_recorded = 0
         self._pending: tuple[int, StepNumbers] | None = None
@@ -322,38 +323,3 @@ class LeftOutSamples:
                 )
             if self._world.is_main:
                 to_log(f"warning: left out, {len(self.numbers)} of at most {self._max_samples}: {line}")
-
-
-class DataMetrics:
-    """Measures the cost of waiting for data over all processes, from one recorded point to the next."""
-
-    def __init__(self, counters: Counters, world: World) -> None:
-        """Begin to measure. `counters`: of this process's loader, which goes on counting."""
-        self._counters = counters
-        self._world = world
-        self._last = replace(counters)
-
-    def collect(self) -> dict[str, float]:
-        """Return what was measured since the call before, by name. Collective.
-
-        `data_stall_seconds`: waiting time of a training thread, the mean over the processes. `data_decode_seconds`:
-        time of reading and decoding, over all workers. `data_bytes`: bytes read, as they are stored.
-        `data_queue_depth`: number of steps that were ready when one was taken, the mean.
-        """
-        now, before = replace(self._counters), self._last
-        self._last = now
-        stall, seconds, num_bytes, ready, steps = self._world.sum(
-            [
-                now.stall_seconds - before.stall_seconds,
-                now.decode_seconds - before.decode_seconds,
-                now.num_bytes - before.num_bytes,
-                now.ready_steps - before.ready_steps,
-                now.num_steps - before.num_steps,
-            ]
-        )
-        return {
-            "data_stall_seconds": stall / self._world.size,
-            "data_decode_seconds": seconds,
-            "data_bytes": num_bytes,
-            "data_queue_depth": ready / max(steps, 1.0),
-        }

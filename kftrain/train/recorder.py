@@ -16,9 +16,6 @@ MAX_POINTS = 4096
 VALIDATION = "validation/"
 """Prefix of the names of a quick evaluation's metrics."""
 
-SHOWN_STALL_SHARE = 0.01
-"""Share of the time from which on waiting for data stands in the log."""
-
 Point = dict[str, Any]
 
 
@@ -50,7 +47,8 @@ class Recorder:
     ) -> None:
         """Record a point after `step` steps; `num_steps` were taken and `num_samples` consumed since the point before.
 
-        `data`: what reading has cost since then, with `data_stall_seconds`; for the tracker only, the history is short.
+        `data`: what reading and the machine have cost since then, with `data_stall_seconds`; for the log and the
+        tracker only, the history is short.
         """
         now = time.monotonic()
         elapsed_seconds = max(now - self._mark, 1e-9)
@@ -58,11 +56,11 @@ class Recorder:
         rate = num_samples / elapsed_seconds
         stall_share = min(1.0, data["data_stall_seconds"] / elapsed_seconds) if data else 0.0
         self._add({"step": step, **values, "samples_per_second": rate, "seconds": self.seconds})
-        self._log({**data, "data_stall_share": stall_share} if data else {}, step)
+        costs = {**data, "data_stall_share": stall_share} if data else {}
+        self._log(costs, step)
         left = _format_duration((self._num_steps - step) * elapsed_seconds / num_steps)
         shown = " ".join(f"{name} {value:.4g}" for name, value in values.items())
-        waited = f", {stall_share:.0%} waiting for data" if stall_share >= SHOWN_STALL_SHARE else ""
-        to_log(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s{waited}, {left} left")
+        to_log(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s{format_costs(costs)}, {left} left")
 
     def record_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Record a quick evaluation after `step` steps; the time that it took does not count as training speed.
@@ -107,6 +105,24 @@ def thin_history(history: list[Point], max_points: int) -> list[Point]:
             first_of_bin.setdefault((point["step"] // width, validated), point)
         kept = [*first_of_bin.values(), history[-1]]
     return kept
+
+
+COSTS = {
+    "data_stall_share": (0.01, ", {:.0%} waiting for data"),
+    "data_cache_hit_share": (0.0, ", {:.0%} from the cache"),
+    "storage_retries": (1.0, ", {:.0f} retries"),
+    "gpu_use_share": (0.0, ", GPU {:.0%}"),
+    "gpu_memory_share": (0.0, ", GPU memory {:.0%}"),
+    "memory_bytes": (1e9, ", {1:.1f} GB"),
+    "disk_used_share": (0.8, ", disk {:.0%} full"),
+}
+"""Costs of a point that the log shows: from which value on, and how."""
+
+
+def format_costs(costs: Mapping[str, float]) -> str:
+    """Write what is worth a look, for the log."""
+    shown = ((costs[name], least, text) for name, (least, text) in COSTS.items() if name in costs)
+    return "".join(text.format(value, value / 1e9) for value, least, text in shown if value >= least)
 
 
 def _format_duration(seconds: float) -> str:

@@ -22,9 +22,8 @@ from kftrain.core import storage
 from kftrain.core.progress import to_log
 from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import TrainLoader
-from kftrain.data.shards.cache import make_first_use
-from kftrain.data.shards.verified import FirstUse
-from kftrain.data.shards.verify import verify_before_start
+from kftrain.data.shards.verified import FirstUse, make_first_use
+from kftrain.data.shards.verify import verify_shards
 from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.parallel.mesh import Mesh
@@ -101,11 +100,12 @@ def _claim_attempt(training: Training, world: World) -> int:
 
 
 def _verify_data(training: Training, world: World) -> None:
-    """Check what can be checked of the data before the first step; all processes agree on the outcome."""
+    """Hash the data before the first step if `data.verify` says so; all processes agree on the outcome."""
+    if training.config.data.verify != "everything":  # that files are there has been seen by who started the job
+        return
     if world.is_main:
         to_log(f"verifying the shards of {training.manifest_uri}")
-    level = training.config.data.verify
-    world.agree(lambda: verify_before_start(training.manifest_uri, training.manifest, level, world.rank, world.size))
+    world.agree(lambda: verify_shards(training.manifest_uri, training.manifest, (world.rank, world.size)))
 
 
 @dataclass(frozen=True)

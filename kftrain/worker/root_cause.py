@@ -79,11 +79,12 @@ def may_be_complete(error: ErrorDocument | None, stop: Stop) -> bool:
 def judge_node(error: ErrorDocument | None, stop: Stop, node: NodeSpec) -> ErrorDocument | None:
     """Return the error of a node whose job is not complete, from the error that its processes left.
 
-    None where they all ended with 0: only the first node has to prove that the job is complete.
+    None where they all ended with 0: only the first node of those that meet has to prove that the job is complete.
     """
     if error is None:
         what = "all processes ended with 0, but the job is not complete"
-        return ErrorDocument.of(RetryableError(what, where=node.run_uri)) if node.is_first else None
+        must_prove = node.is_first and JOB_TASKS[node.task].meets
+        return ErrorDocument.of(RetryableError(what, where=node.run_uri)) if must_prove else None
     if stop.silent_seconds:
         return explain_silent_launcher(error, stop.silent_seconds, stop.killed)
     return explain_stop(error, node.task) if stop.asked else error

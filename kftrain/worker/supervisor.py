@@ -87,6 +87,7 @@ class Supervisor:
     def __init__(self, node: NodeSpec, agent: KeptProcess) -> None:
         self._node = node
         self._paths = node.paths
+        self._task = JOB_TASKS[node.task]
         self._agent = agent
         self._started = False
         self._stop = Stop()
@@ -106,7 +107,7 @@ class Supervisor:
         try:
             with retryable("the run cannot be read", self._paths.uri):
                 config = read_job_config(self._paths, self._node.digest)
-                complete = JOB_TASKS[self._node.task].is_complete(self._paths, config)
+                complete = self._task.meets and self._task.is_complete(self._paths, config)
                 self._attempt = find_next_attempt(
                     self._paths, self._node.task
                 )  # now: its claim would change the answer
@@ -115,7 +116,7 @@ class Supervisor:
                 to_log("already complete: nothing to do")
                 return 0
             error = self._run_processes(config)
-            if error is None and not self._node.is_first:
+            if error is None and self._task.meets and not self._node.is_first:
                 self._wait_for_first_node(config)
         except KftrainError as failure:
             error = ErrorDocument.of(failure)
@@ -147,7 +148,8 @@ class Supervisor:
         self._started = True
         if self._stop.asked:  # while it started: the handler found nobody to ask
             self._ranks.ask_to_stop()
-        if node.is_first and node.launcher_timeout_seconds:  # its ranks take the others along
+        leads = node.is_first or not self._task.meets  # the first one's ranks take the others along
+        if leads and node.launcher_timeout_seconds:
             watch = LauncherWatch(self._paths, node.launcher_timeout_seconds)
             threading.Thread(target=self._watch_launcher, args=(watch,), daemon=True, name="launcher-watch").start()
         watchdog = Watchdog(liveness, node.ranks, timeout_seconds)
@@ -169,7 +171,7 @@ class Supervisor:
     def _is_complete(self, config: Config) -> bool:
         """Tell whether the job is known to be complete; False while storage cannot say."""
         with best_effort("whether the job is complete is not known"):
-            return JOB_TASKS[self._node.task].is_complete(self._paths, config)
+            return self._task.meets and self._task.is_complete(self._paths, config)
         return False
 
     def _wait_for_first_node(self, config: Config) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import jobs
+from helpers.splits import open_split
 
 from kftrain import config
 from kftrain.checkpoint.export import load_export
 from kftrain.core import storage
-from kftrain.data.dataset import ShardedDataset
 from kftrain.errors import EvaluationError
 from kftrain.evaluate.identity import evaluation_digest
 from kftrain.launch import run_evaluation
@@ -106,7 +106,7 @@ def test_metrics_equal_those_of_a_plain_loop_over_the_validation_samples(trained
     evaluate(trained, str(tmp_path / "out"), 2)
     evaluation = documents.read(Evaluation, str(tmp_path / "out" / "metrics.json"))
     loaded = load_export(completion.export_uri, completion.export_digest)
-    dataset = ShardedDataset.open(storage.read_json(paths.shards)["manifest_uri"], "validation")
+    dataset = open_split(storage.read_json(paths.shards)["manifest_uri"], "validation")
     documents_, _ = dataset.read_range(0, dataset.num_samples)
     tokens = np.concatenate([loaded.task.rows({"text": text})["tokens"] for text in documents_["text"]])
     batch = loaded.task.batch({"tokens": tokens})

@@ -4,12 +4,13 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import time
+from multiprocessing.connection import Connection
 
 import numpy as np
 
+from kftrain.core import traffic
 from kftrain.data.decoding import Decoding
 from kftrain.errors import DataError
 
@@ -60,6 +61,11 @@ def dies_at_11(sample, generator):
     return augment(sample, generator)
 
 
+def asks_again(sample, generator):
+    traffic.count(retries=1)
+    return augment(sample, generator)
+
+
 def holds_the_gil(sample, generator):
     ctypes.PyDLL(None).usleep(20_000)
     return augment(sample, generator)
@@ -75,11 +81,11 @@ def decoding(name, max_bad_samples=0):
 
 
 if __name__ == "__main__":
-    from kftrain.data.worker_messages import WorkerConnection
     from kftrain.data.worker_processes import decode_rows
+    from kftrain.process.child import receive
     from kftrain.process.parent_death import die_with_parent
 
-    die_with_parent(int(sys.argv[2]))
-    connection = WorkerConnection(socket.socket(fileno=int(sys.argv[1])))
-    greeting, _ = connection.receive()
-    decode_rows(connection, InMemory(), decoding(**greeting))
+    descriptor, memory, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    connection = Connection(descriptor)
+    decode_rows(connection, memory, InMemory(), decoding(**receive(connection)))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from helpers.splits import open_split
 from helpers.toy_data import toy_config
 
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Record, Source
 from kftrain.data.settings import DataConfig
 from kftrain.sharding.shard_dataset import shard_dataset
@@ -42,7 +42,7 @@ class Sharded:
 
     def blocks(self, split: str) -> dict[str, dict[str, np.ndarray]]:
         """Key of each block -> its arrays."""
-        dataset = ShardedDataset.open(self.result.manifest_uri, split)
+        dataset = open_split(self.result.manifest_uri, split)
         arrays, groups = dataset.read_range(0, dataset.num_samples)
         return {
             key: {name: array[groups == number] for name, array in arrays.items()}

@@ -47,7 +47,7 @@ def flat_copy(manifest_uri: str, folder: Path) -> Path:
     document = json.loads(Path(manifest_uri).read_text())
     for shard in (shard for split in document["splits"].values() for shard in split["shards"]):
         path = Path(manifest_uri).parent / shard["folder"] / shard["name"]
-        for each in (path, path.with_suffix(".index.npy")):
+        for each in (path, path.with_suffix(".index.npy"), path.with_suffix(".blocks")):
             shutil.copyfile(each, folder / each.name)
         shard["folder"] = ""
     (folder / "manifest.json").write_text(json.dumps(document))

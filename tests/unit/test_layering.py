@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "run": set(),
     "process": {"run.log_size"},
     "statistics": {"run.documents"},
-    "data": {"run", "process.machine"},
+    "data": {"run", "process.child", "process.machine"},
     "sharding": {"run", "process", "data", "tasks"},
     "models": set(),
     "parallel": {"process"},

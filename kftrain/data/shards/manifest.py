@@ -1,31 +1,40 @@
 """`manifest.json`: what a dataset's shards are, and whether they still are that.
 
     <root>/shards/<dataset digest>/manifest.json
-                                   train-000000.tar        train-000000.index.npy
-                                   validation-000000.tar   validation-000000.index.npy
+                                   train-000000.tar        train-000000.index.npy        train-000000.blocks
+                                   validation-000000.tar   validation-000000.index.npy   validation-000000.blocks
 
 Adopted shards stay where others have written them: the manifest says where that is, their indexes lie beside it.
 
 The dataset digest is the sha256 of content alone: format version, sample schema, task settings (which say how
 to read the bytes) and the digests of all shards and indexes. Neither the source's listing nor a time is part
 of it, so equal input and settings give the equal digest on any machine; of two sources with equal content,
-the manifest names the one that was sharded first.
+the manifest names the one that was sharded first. Nor are the tables of digests (`block_digests`): they follow from
+the shards, and datasets of before have none.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kftrain.core import storage
 from kftrain.data import schema as schemas
 from kftrain.data.schema import SPLITS, SampleSchema
+from kftrain.data.shards.cache import NodeCache
 from kftrain.data.shards.npy_header import stored_dtype
+from kftrain.data.shards.pages import DIGEST, MAX_COUNT, PagedShards, PagesEntry, publish_pages
+from kftrain.data.shards.reading import ADOPT_AGAIN
+from kftrain.data.shards.reading import SHARD_AGAIN as SHARD_AGAIN
+from kftrain.data.shards.reading import VERIFY_AGAIN as VERIFY_AGAIN
+from kftrain.data.shards.reading import reading as reading
 from kftrain.errors import DataError
 from kftrain.run import documents
 
@@ -43,24 +52,20 @@ DTYPES = (
 MAX_ROW_BYTES = (1 << 31) - 1
 """Largest row of a field: what numpy can hold as one item."""
 
-MAX_COUNT = (1 << 53) - 1
-"""Most bytes and samples of a shard: what every reader of JSON holds exactly."""
+MAX_PLAIN_SHARDS = 512
+"""Most shards that `manifest.json` lists itself; those of a larger dataset stand in pages beside it."""
+
+PAGED_VERSION = 2
+"""Schema version of a manifest with pages: releases before it refuse it."""
 
 _FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _EXTENSION = re.compile(r"[a-z0-9_]{1,20}(\.[a-z0-9_]{1,20})*")
-SHARD_AGAIN = "shard the data again: kftrain shard"
-"""Fix for damaged shards."""
-
-_DIGEST = r"^[0-9a-f]{64}$"
-
 _NO_TEXT = re.compile(r"[\ud800-\udfff]")
 """Characters that Python makes of names that are not UTF-8."""
 _UNPRINTABLE = re.compile(rf"[\x00-\x1f\x7f]|{_NO_TEXT.pattern}")
 _OWN_NAME = re.compile(r"(train|validation)-\d{6,}\.tar")
 _OWN_FOLDER = re.compile(r"(\.\./(parts/)?[0-9a-f]{64})?")
 _ABSOLUTE = re.compile(r"/|[a-z0-9+.-]+://")
-ADOPT_AGAIN = "adopt the shards again: kftrain shards adopt"
-"""Fix where somebody has changed shards that are not ours."""
 
 
 class Shard(BaseModel):
@@ -71,13 +76,14 @@ class Shard(BaseModel):
     name: str = Field(pattern=r"^[^\x00-\x1f\x7f]+\.[tT][aA][rR]$")
     """File name; of an adopted shard its path in `folder`."""
     bytes: int = Field(ge=0, le=MAX_COUNT)
-    sha256: str = Field(pattern=_DIGEST)
+    sha256: str = Field(pattern=DIGEST)
     num_blocks: int = Field(ge=1, le=MAX_COUNT)
     num_samples: int = Field(ge=1, le=MAX_COUNT)
-    index_sha256: str = Field(pattern=_DIGEST)
+    index_sha256: str = Field(pattern=DIGEST)
+    blocks_sha256: str = Field("", pattern=rf"{DIGEST}|^$")
+    """Digest of the table of the digests of its blocks; empty: there is none."""
     folder: str = ""
-    """Folder from the manifest's own one; empty: there. Of an adopted shard an absolute path or URI. Of an adopted one
-    an absolute path or URI."""
+    """Folder from the manifest's own one; empty: there. Of an adopted shard an absolute path or URI."""
     index: str = Field("", pattern=r"^((train|validation)-\d{6,}\.index\.npy)?$")
     """Name of an adopted shard's index, which lies beside the manifest; else empty."""
 
@@ -104,22 +110,28 @@ class Split(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shards: list[Shard] = Field(min_length=1)
+    shards: Sequence[Shard] = Field(min_length=1)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return `bytes`, `num_blocks` or `num_samples` of each shard, int64 `[shards]`; no page is read for it."""
+        if isinstance(self.shards, PagedShards):
+            return self.shards.column(name)
+        return np.array([vars(shard)[name] for shard in self.shards], np.int64)
 
     @property
     def num_samples(self) -> int:
         """Number of rows of all shards."""
-        return sum(shard.num_samples for shard in self.shards)
+        return sum(self.column("num_samples").tolist())
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks of all shards; in the validation split each is an independent unit."""
-        return sum(shard.num_blocks for shard in self.shards)
+        return sum(self.column("num_blocks").tolist())
 
     @property
     def num_bytes(self) -> int:
         """Size of all tars in bytes."""
-        return sum(shard.bytes for shard in self.shards)
+        return sum(self.column("bytes").tolist())
 
 
 class Component(BaseModel):
@@ -129,7 +141,7 @@ class Component(BaseModel):
 
     name: str
     source: str
-    dataset_digest: str = Field(pattern=_DIGEST)
+    dataset_digest: str = Field(pattern=DIGEST)
     num_shards: dict[str, int]
     """Number of shards of each split; they follow those of the component before."""
 
@@ -138,7 +150,7 @@ class Manifest(documents.Document):
     """Description of a dataset: its shards, its schema and their digest."""
 
     format_version: int = FORMAT_VERSION
-    dataset_digest: str = Field(pattern=_DIGEST)
+    dataset_digest: str = Field(pattern=DIGEST)
     sample_schema: SampleSchema
     task_kind: str
     task_settings: dict[str, Any]
@@ -169,6 +181,11 @@ class Manifest(documents.Document):
                 raise ValueError(f"the components have {counts} shards of {split}")
         return self
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, in which all shards are listed. Raises DataError for a page that is damaged."""
+        splits = {name: Split(shards=list(split.shards)) for name, split in self.splits.items()}  # pydantic reads none
+        return documents.Document.to_dict(self.model_copy(update={"splits": splits}))
+
     def split_by_component(self) -> list[Manifest]:
         """Return the manifest of each dataset of a mixture, seen from where this one lies; else the whole."""
         if not self.components:
@@ -176,7 +193,10 @@ class Manifest(documents.Document):
         manifests, starts = [], dict.fromkeys(SPLITS, 0)
         for component in self.components:
             stops = {split: starts[split] + component.num_shards[split] for split in SPLITS}
-            splits = {split: Split(shards=self.splits[split].shards[starts[split] : stops[split]]) for split in SPLITS}
+            splits = {
+                split: Split.model_construct(shards=self.splits[split].shards[starts[split] : stops[split]])
+                for split in SPLITS
+            }
             manifests.append(self.model_copy(update={"splits": splits, "components": []}))
             starts = stops
         return manifests
@@ -188,7 +208,15 @@ class Manifest(documents.Document):
     @property
     def is_adopted(self) -> bool:
         """True if the shards are those of others, read where they are."""
-        return any(shard.is_adopted for split in self.splits.values() for shard in split.shards)
+        return bool(self.adopted_folders)
+
+    @property
+    def adopted_folders(self) -> frozenset[str]:
+        """Folders of all adopted shards; no page is read for it."""
+        shards = [split.shards for split in self.splits.values()]
+        if isinstance(shards[0], PagedShards):
+            return frozenset(shards[0].entry.adopted_folders)
+        return frozenset(shard.folder for shard in itertools.chain.from_iterable(shards) if shard.is_adopted)
 
 
 def describe_counts(manifest: Manifest) -> str:
@@ -212,7 +240,7 @@ def index_name(shard: str) -> str:
 def content_digest(
     schema: SampleSchema,
     task_settings: dict[str, Any],
-    splits: dict[str, list[Shard]],
+    splits: Mapping[str, Sequence[Shard]],
     components: Sequence[Component] = (),
     validation_schema: SampleSchema | None = None,
 ) -> str:
@@ -233,22 +261,62 @@ def content_digest(
     )
 
 
-def read_manifest(uri: str) -> Manifest:
-    """Read the manifest at `uri`. Raises DataError where it is missing, damaged, edited or of another format."""
-    manifest = documents.read(Manifest, uri)
+def read_manifest(uri: str, cache: NodeCache | None = None, sha256: str = "") -> Manifest:
+    """Read the manifest at `uri`. Raises DataError where it is missing, damaged, edited or of another format.
+
+    `cache`: keeps what is read for the processes of this node. `sha256`: of the manifest when somebody has looked at
+    the whole; only where it is that one no page is read here, but when a shard in it is asked for.
+    """
+    read = functools.partial(documents.read_content, uri)
+    content = cache.read_file(sha256, read) if cache and sha256 else read()
+    document = storage.decode_json(content, uri)
+    is_paged = isinstance(document, dict) and document.get("schema_version") == PAGED_VERSION
+    manifest = documents.validate(Manifest, _open_pages(document, uri, cache) if is_paged else document, uri)
     if manifest.format_version != FORMAT_VERSION or set(manifest.splits) != set(SPLITS):
         raise DataError("the shards have another format", where=uri, value=manifest.format_version, fix=SHARD_AGAIN)
+    for name in SPLITS:
+        check_schema(manifest.schema_of(name), uri)
+    if not sha256 or storage.sha256_bytes(content) != sha256:
+        _check_digest(uri, manifest)
+    return manifest
+
+
+def _open_pages(document: dict[str, Any], uri: str, cache: NodeCache | None) -> dict[str, Any]:
+    """Return the document of a manifest with pages as one that lists its shards itself."""
+    entry = documents.validate(PagesEntry, document.pop("pages", None), uri)
+    if set(entry.num_shards) != set(SPLITS):
+        raise DataError("the shards have another format", where=uri, value=list(entry.num_shards), fix=SHARD_AGAIN)
+    shards, splits = PagedShards(uri, entry, cache, Shard.model_validate), {}
+    for split in SPLITS:
+        splits[split] = Split.model_construct(shards=shards[: entry.num_shards[split]])
+        shards = shards[entry.num_shards[split] :]
+    return document | {"schema_version": documents.SCHEMA_VERSION, "splits": splits}
+
+
+def _check_digest(uri: str, manifest: Manifest) -> None:
+    """Raise DataError unless the shards are those of the dataset digest: all pages are read."""
     shards = {name: manifest.splits[name].shards for name in SPLITS}
     schema, settings, own = manifest.sample_schema, manifest.task_settings, manifest.validation_schema
     try:
         expected = content_digest(schema, settings, shards, manifest.components, own)
-    except ValueError as error:
+    except ValueError as error:  # text that is not UTF-8, numbers that are not finite
         raise DataError(f"the manifest is damaged: {error}", where=uri, fix=SHARD_AGAIN) from error
-    for name in SPLITS:
-        check_schema(manifest.schema_of(name), uri)
     if manifest.dataset_digest != expected:
         raise DataError("the manifest does not match its own digest", where=uri, value=expected, fix=SHARD_AGAIN)
-    return manifest
+
+
+def has_pages(manifest: Manifest) -> bool:
+    """Tell whether a manifest has so many shards that they stand in pages."""
+    return sum(len(split.shards) for split in manifest.splits.values()) > MAX_PLAIN_SHARDS
+
+
+def publish_manifest(uri: str, manifest: Manifest) -> None:
+    """Publish a manifest; the pages of one with many shards come first, so that whoever sees it finds them."""
+    document = manifest.to_dict()
+    if has_pages(manifest):
+        entry = publish_pages(uri, document.pop("splits"), manifest.adopted_folders)
+        document |= {"schema_version": PAGED_VERSION, "pages": entry.to_dict()}
+    storage.publish_json(uri, document)
 
 
 def shard_uri(manifest_uri: str, shard: Shard) -> str:
@@ -261,6 +329,17 @@ def index_uri(manifest_uri: str, shard: Shard) -> str:
     if shard.is_adopted:
         return storage.join(manifest_uri.rsplit("/", 1)[0], shard.index)
     return _build_uri(manifest_uri, shard, index_name(shard.name))
+
+
+def blocks_name(index: str) -> str:
+    """Return the file name of the table of digests that lies beside an index."""
+    return index.removesuffix(".index.npy") + ".blocks"
+
+
+def blocks_uri(manifest_uri: str, shard: Shard) -> str:
+    """Return the URI of the table of digests of a shard."""
+    folder, _, index = index_uri(manifest_uri, shard).rpartition("/")
+    return storage.join(folder, blocks_name(index))
 
 
 def choose_fix(shard: Shard) -> str:
@@ -353,18 +432,3 @@ def _describe_field(field: schemas.Field) -> str:
 def row_bytes(field: schemas.Field) -> int:
     """Return the size in bytes of one row of a field of numbers."""
     return stored_dtype(field.dtype).itemsize * math.prod(field.shape)
-
-
-@contextlib.contextmanager
-def reading(uri: str, fix: str = SHARD_AGAIN) -> Iterator[None]:
-    """Make what goes wrong while reading a shard or its index a DataError that names it.
-
-    Storage that is away for now is a StorageError: another attempt may find it.
-    """
-    try:
-        with storage.simplify_errors(uri):
-            yield
-    except FileNotFoundError as error:
-        raise DataError("missing", where=uri, fix=fix) from error
-    except OSError as error:
-        raise DataError(f"cannot be read: {error}", where=uri, fix="check the storage and its permissions") from error

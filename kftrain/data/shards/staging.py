@@ -54,9 +54,7 @@ def publish_folder(content: Path, uri: str, last: str, is_good: Callable[[str], 
 
 def _rename(content: Path, target: Path, is_good: Callable[[], bool]) -> None:
     for path in content.iterdir():
-        os.chmod(path, storage.PUBLISHED_MODE)
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
+        storage.finish_file(path)
     storage.sync_folder(content)
     storage.make_folder(target.parent)
     try:

@@ -34,13 +34,8 @@ def group_members(stream: BinaryIO, where: str) -> Iterator[tuple[str, dict[str,
         yield key, members
 
 
-def split_member_name(name: str) -> tuple[str, str] | None:
-    """Split a member's name into key and extension in lower case; None for one that belongs to no sample."""
-    match = _MEMBER.fullmatch(name)
-    return None if match is None or _NO_DATA.match(name) else (match[1], match[2].lower())
-
-
 def _iterate_members(stream: BinaryIO, where: str) -> Iterator[tuple[str, str, Member]]:
     for member in tar_reader.walk(stream, where):
-        if split_name := split_member_name(member.name):
-            yield *split_name, member
+        match = _MEMBER.fullmatch(member.name)
+        if match and not _NO_DATA.match(member.name):
+            yield match[1], match[2].lower(), member

@@ -4,26 +4,25 @@ All that could differ between two machines is fixed: mtime 0, owner 0, mode 0444
 extensions. So equal members are equal bytes.
 
 Content is copied once, into one of a few buffers that are used in turns and stay in the processor's cache; from there
-it is written and hashed. Hashing is the larger part of the work and releases the interpreter lock: a second thread does
-it, unless other processes need that processor (`hash_in_line`).
+it is written and hashed, as a whole and block by block. Hashing is the larger part of the work and releases the
+interpreter lock: two other threads do it, unless other processes need their processors (`hash_in_line`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import threading
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
+
+from kftrain.data.shards.block_digests import HASHED_BYTES, hash_blocks
 
 BLOCK_BYTES = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK_BYTES)
 MAX_MEMBER_BYTES = 8**11 - 1
 """Eleven octal digits: what a USTAR header can say."""
-CHUNK_BYTES = 1 << 19
-"""Bytes that are written and hashed at once: small enough for the cache of a processor."""
 NUM_BUFFERS = 4
 """Chunks that may wait to be hashed, and the one that is filled."""
 
@@ -71,15 +70,13 @@ class TarWriter:
         self.num_bytes = 0
         """Bytes of the members so far."""
         self._stream = path.open("xb", buffering=0)
-        self._hasher = _Hasher() if hash_in_line else _ThreadedHasher()
+        self._hasher = _Hasher(hash_in_line)
         self._buffer = self._hasher.free_buffer()
 
     def __enter__(self) -> TarWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *caught: object) -> None:
         self._hasher.close()
         self._stream.close()
 
@@ -89,25 +86,25 @@ class TarWriter:
         The parts are copied before this returns.
         """
         self.num_bytes += num_bytes
-        if num_bytes <= CHUNK_BYTES - self._buffer.tell():
+        if num_bytes <= HASHED_BYTES - self._buffer.tell():
             self._buffer.writelines(parts)
         else:
             for part in parts:
                 self._append_in_pieces(memoryview(part).cast("B"))
 
-    def finish(self) -> str:
-        """End the archive; return the sha256 of the file."""
+    def finish(self) -> tuple[str, bytes]:
+        """End the archive; return the sha256 of the file, and the table of those of its blocks."""
         self.append([END_OF_ARCHIVE], len(END_OF_ARCHIVE))
         self._flush()
         self._hasher.close()
-        return self._hasher.digest.hexdigest()
+        return self._hasher.digest.hexdigest(), bytes(self._hasher.table)
 
     def _append_in_pieces(self, part: memoryview) -> None:
         while part:
-            room = CHUNK_BYTES - self._buffer.tell()
+            room = HASHED_BYTES - self._buffer.tell()
             self._buffer.write(part[:room])
             part = part[room:]
-            if self._buffer.tell() == CHUNK_BYTES:
+            if self._buffer.tell() == HASHED_BYTES:
                 self._flush()
 
     def _flush(self) -> None:
@@ -121,46 +118,42 @@ class TarWriter:
 
 
 class _Hasher:
-    """Hashes chunks as they come; one buffer is enough."""
+    """Hashes chunks as they come: in the calling thread, or in two others, one the whole file and one its blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_line: bool) -> None:
         self.digest = hashlib.sha256()
+        self.table = bytearray()
+        self._threads = [] if in_line else [ThreadPoolExecutor(1, "shard-sha256") for _ in range(2)]
+        self._work: list[Future[None]] = []
         self._free: SimpleQueue[io.BytesIO] = SimpleQueue()
-        self._free.put(io.BytesIO(bytes(CHUNK_BYTES)))
+        for _ in range(NUM_BUFFERS if self._threads else 1):
+            self._free.put(io.BytesIO(bytes(HASHED_BYTES)))
 
     def free_buffer(self) -> io.BytesIO:
-        """Return a buffer of CHUNK_BYTES, at its beginning."""
+        """Return a buffer of HASHED_BYTES, at its beginning."""
         return self._free.get()
 
     def update(self, buffer: io.BytesIO, view: memoryview) -> None:
         """Take a buffer back and hash what the view of it shows."""
-        self.digest.update(view)
+        if not self._threads:
+            self.digest.update(view)
+            self._add_blocks(buffer, view)
+            return
+        for_whole, for_blocks = self._threads
+        self._work.append(for_whole.submit(self.digest.update, view))
+        self._work.append(for_blocks.submit(self._add_blocks, buffer, view, self._work[-1]))
+
+    def _add_blocks(self, buffer: io.BytesIO, view: memoryview, whole: Future[None] | None = None) -> None:
+        self.table += hash_blocks(view)
+        if whole is not None:
+            whole.result()
         view.release()
         buffer.seek(0)
         self._free.put(buffer)
 
     def close(self) -> None:
         """End when everything has been hashed; may be called again."""
-
-
-class _ThreadedHasher(_Hasher):
-    """Hashes while the next chunks are filled and written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for _ in range(NUM_BUFFERS - 1):
-            self._free.put(io.BytesIO(bytes(CHUNK_BYTES)))
-        self._filled: SimpleQueue[tuple[io.BytesIO, memoryview] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="shard-sha256", daemon=True)
-        self._thread.start()
-
-    def update(self, buffer: io.BytesIO, view: memoryview) -> None:
-        self._filled.put((buffer, view))
-
-    def close(self) -> None:
-        self._filled.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (filled := self._filled.get()) is not None:
-            super().update(*filled)
+        for thread in self._threads:
+            thread.shutdown()
+        for work in self._work:
+            work.result()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import itertools
 import stat
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
 
 import numpy as np
 
-from kftrain.core import storage
+from kftrain.core import storage, threads
 from kftrain.data.schema import SPLITS, SampleSchema
 from kftrain.data.shards import tar_reader, tar_samples
 from kftrain.data.shards.keys import decode_key
@@ -29,74 +26,93 @@ from kftrain.data.shards.manifest import (
     reading,
     shard_uri,
 )
-from kftrain.data.shards.npy_header import npy_header
-from kftrain.data.shards.reader import read_index
+from kftrain.data.shards.reader import count_index_bytes, read_index
 from kftrain.data.shards.verified import describe_truncation, require_content, require_shard_size
 from kftrain.errors import DataError
+
+MAX_NAMED = 3
+"""Samples of damaged bytes that are named; the others are counted."""
 
 MAX_LISTINGS = 16
 """Folders that are listed at once."""
 
+MANY_FOLDERS = 1000
+"""Folders of parts that take longer to list than all that lies beside them is likely to."""
 
-def verify_shards(
-    uri: str, manifest: Manifest, level: Literal["sha256", "size"] = "sha256", share: tuple[int, int] = (0, 1)
-) -> None:
-    """Compare shards i, i + n, … of the manifest, which lies at `uri`, with it, for `share` = (i, n).
 
-    Returns if all is well. `size` looks at lengths only, `sha256` reads everything. That no key comes twice was seen
-    when the shards were written, and equal content is equal keys. Raises DataError that names the first shard which is
-    missing, truncated or changed.
+def verify_shards(uri: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> None:
+    """Read shards i, i + n, … of the manifest, which lies at `uri`, and compare them with it, for `share` = (i, n).
+
+    Returns if all is well. That no key comes twice was seen when the shards were written, and equal content is equal
+    keys. Raises DataError that names the first shard which is missing, truncated or changed.
     """
-    chosen = [(name, shard) for name in SPLITS for shard in manifest.splits[name].shards][share[0] :: share[1]]
+    shards = [(name, shard) for name in SPLITS for shard in manifest.splits[name].shards][share[0] :: share[1]]
     seen: set[tuple[str, str]] = set()
-    for split, shard in chosen:
-        fix, tar = choose_fix(shard), shard_uri(uri, shard)
-        require_shard_size(tar, shard.bytes, fix)
-        require_shard_size(index_uri(uri, shard), count_index_bytes(shard, manifest, split), fix)
-        if level == "sha256":
-            if (tar, shard.sha256) not in seen:  # an adopted tar may hold samples of both splits
-                require_content(tar, shard.sha256, fix)
-            seen.add((tar, shard.sha256))
-            require_content(index_uri(uri, shard), shard.index_sha256, fix)
+    for split, shard in shards:
+        fix, tar, index = choose_fix(shard), shard_uri(uri, shard), index_uri(uri, shard)
+        if (tar, shard.sha256) not in seen:
+            require_shard_size(tar, shard.bytes, fix)  # an adopted tar may hold samples of both splits
+            require_content(tar, shard.sha256, fix)
+        seen.add((tar, shard.sha256))
+        require_shard_size(index, count_index_bytes(shard, manifest.schema_of(split)), fix)
+        require_content(index, shard.index_sha256, fix)
 
 
-def verify_before_start(uri: str, manifest: Manifest, verify: str, rank: int, num_ranks: int) -> None:
-    """Check the dataset before the first step of an attempt, as `data.verify` says.
+def check_listing(uri: str, manifest: Manifest) -> dict[str, str]:
+    """Compare the length of every file with the manifest, by one listing.
 
-    One process lists the files; for `everything` all processes hash their share.
+    Return the URI of each file -> what changes with its content, empty where its store does not say. Raises DataError
+    that names the first file that is missing or has another length.
     """
-    if rank == 0:
-        check_listing(uri, manifest)
-    if verify == "everything":
-        verify_shards(uri, manifest, share=(rank, num_ranks))
+    expected = describe_files(uri, manifest)
+    folders = choose_listings(uri, list(dict.fromkeys(where.rpartition("/")[0] for where in expected)))
+    listed = threads.call_together(_list_files, folders, MAX_LISTINGS)
+    files = dict(itertools.chain.from_iterable(listed))  # parts have folders of their own
+    for where, (num_bytes, fix) in expected.items():
+        if where not in files:
+            raise DataError("missing", where=where, fix=fix)
+        if files[where][0] != num_bytes:
+            raise DataError(describe_truncation(files[where][0], num_bytes), where=where, fix=fix)
+    return {where: files[where][1] for where in expected}
 
 
-def check_listing(uri: str, manifest: Manifest) -> None:
-    """Raise DataError that names the first file that is missing or has another length, by one listing."""
-    expected: dict[str, tuple[int, Shard]] = {}
+def describe_files(uri: str, manifest: Manifest) -> dict[str, tuple[int, str]]:
+    """Return the URI of each file of a dataset -> its length, and what to do where it has another one."""
+    expected: dict[str, tuple[int, str]] = {}
     for split in SPLITS:
+        schema = manifest.schema_of(split)
         for shard in manifest.splits[split].shards:
-            expected[shard_uri(uri, shard)] = shard.bytes, shard
-            expected[index_uri(uri, shard)] = count_index_bytes(shard, manifest, split), shard
-    folders = dict.fromkeys(where.rpartition("/")[0] for where in expected)
-    calls = [(contextvars.copy_context(), folder) for folder in folders]  # how long the caller waits for storage
-    with ThreadPoolExecutor(MAX_LISTINGS) as threads:  # parts have folders of their own
-        listed = threads.map(lambda call: call[0].run(_list_sizes, call[1]), calls)
-        sizes = dict(itertools.chain.from_iterable(listed))
-    for where, (num_bytes, shard) in expected.items():
-        if where not in sizes:
-            raise DataError("missing", where=where, fix=choose_fix(shard))
-        if sizes[where] != num_bytes:
-            raise DataError(describe_truncation(sizes[where], num_bytes), where=where, fix=choose_fix(shard))
+            expected[shard_uri(uri, shard)] = shard.bytes, choose_fix(shard)
+            expected[index_uri(uri, shard)] = count_index_bytes(shard, schema), choose_fix(shard)
+    return expected
 
 
-def _list_sizes(folder: str) -> list[tuple[str, int]]:
-    """List URI and size of each file of a folder; none where there is no folder."""
+def choose_listings(uri: str, folders: list[str]) -> list[str]:
+    """Choose what to list of a dataset whose manifest lies at `uri`: its folders, or once all parts of its store.
+
+    A store lists all that is below a folder, a thousand files at a time: also the parts of other datasets.
+    """
+    parts = storage.join(uri.rsplit("/", 2)[0], "parts")
+    others = [folder for folder in folders if folder.rpartition("/")[0] != parts]
+    is_worth = len(folders) - len(others) >= MANY_FOLDERS and not storage.is_local(uri)
+    return [parts, *others] if is_worth else folders
+
+
+def _list_files(folder: str) -> list[tuple[str, tuple[int, str]]]:
+    """List URI, size and version of each file of a folder, and in a store of those below; none where there is none."""
     with reading(folder), contextlib.suppress(FileNotFoundError):
         if not storage.is_local(folder):
-            return [(storage.join(folder, name), int(info["size"])) for name, info in storage.find(folder).values()]
+            return [
+                (storage.join(folder, name), (int(info["size"]), f"{storage.read_version(info)} {version}".strip()))
+                for name, info in storage.find(folder).values()
+                for version in [info.get("VersionId") or info.get("generation") or ""]
+            ]
         entries = storage.entries(storage.local_path(folder))
-        return [(f"{folder}/{path.name}", status.st_size) for path, status in entries if stat.S_ISREG(status.st_mode)]
+        return [
+            (f"{folder}/{path.name}", (status.st_size, f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}"))
+            for path, status in entries
+            if stat.S_ISREG(status.st_mode)
+        ]
     return []
 
 
@@ -170,17 +186,24 @@ def read_shard_keys(manifest_uri: str, shard: Shard, schema: SampleSchema) -> It
                 start = next(starts, None)
 
 
-def count_index_bytes(shard: Shard, manifest: Manifest, split: str) -> int:
-    """Return the size of a shard's index file, which follows from its shape."""
-    shape = (shard.num_blocks, 1 + 2 * len(manifest.schema_of(split).fields))
-    return len(npy_header("<i8", shape)) + 8 * shape[0] * shape[1]
+def name_samples(manifest_uri: str, shard: Shard, schema: SampleSchema, start: int, stop: int) -> str:
+    """Name the samples of which something lies in bytes start … stop - 1 of a shard. Reads the shard up to there."""
+    index = read_index(manifest_uri, shard, schema)
+    touches = (index[:, 1::2] < stop) & (index[:, 1::2] + index[:, 2::2] > start)
+    blocks = np.flatnonzero(touches.any(axis=1)).tolist()
+    keys: list[str] = []
+    with contextlib.suppress(DataError):  # a header may be damaged, too
+        all_keys = read_shard_keys(manifest_uri, shard, schema)
+        keys = list(itertools.islice(all_keys, blocks[0], blocks[0] + MAX_NAMED)) if blocks else []
+    names = ", ".join(keys[: len(blocks)]) or "no key that can be read"
+    return f"{names} and {len(blocks) - len(keys)} more" if len(blocks) > len(keys) > 0 else names
 
 
 def has_its_shards(folder_uri: str) -> bool:
     """Tell whether the dataset in a folder is there, by its manifest and the sizes of its files."""
     try:
         uri = storage.join(folder_uri, MANIFEST_NAME)
-        verify_shards(uri, read_manifest(uri), "size")
+        check_listing(uri, read_manifest(uri))
     except DataError:
         return False
     return True

@@ -3,6 +3,8 @@
 A block becomes one WebDataset sample: one member per field, in the order of the schema, `<encoded key>.<field>.npy`
 for an array and `<encoded key>.<extension>` for an encoded file.
 
+`train-000000.blocks` beside it is the table of its digests (`block_digests`).
+
 `train-000000.index.npy` is an int64 matrix with one line per block of the shard:
 
     column 0           rows of the block
@@ -23,13 +25,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from kftrain.data.schema import Block, Field, SampleSchema
 from kftrain.data.shards.keys import encode_key, split_name
-from kftrain.data.shards.manifest import Shard, index_name, shard_name
+from kftrain.data.shards.manifest import Shard, blocks_name, index_name, shard_name
 from kftrain.data.shards.npy_header import encode_npy, npy_header, stored_dtype
 from kftrain.data.shards.tar_writer import (
     BLOCK_BYTES,
@@ -69,11 +70,9 @@ class SplitWriter:
     def __enter__(self) -> SplitWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *caught: object) -> None:
         if self._tar is not None:
-            self._tar.__exit__(kind, error, trace)
+            self._tar.__exit__(*caught)
 
     def write(self, block: Block) -> None:
         """Add a block.
@@ -109,11 +108,12 @@ class SplitWriter:
 
     def _finish_shard(self, tar: TarWriter) -> None:
         with tar:
-            sha256 = tar.finish()
+            sha256, table = tar.finish()
         index = np.array(self._index, np.int64).reshape(-1, self._num_columns)
         index[:, 1::2] += np.frombuffer(self._block_starts, np.int64)[:, None]
-        content = encode_npy(index)
-        (self._folder / index_name(tar.path.name)).write_bytes(content)
+        content, name = encode_npy(index), index_name(tar.path.name)
+        (self._folder / name).write_bytes(content)
+        (self._folder / blocks_name(name)).write_bytes(table)
         self.shards.append(
             Shard(
                 name=tar.path.name,
@@ -122,6 +122,7 @@ class SplitWriter:
                 num_blocks=len(index),
                 num_samples=int(index[:, 0].sum()),
                 index_sha256=hashlib.sha256(content).hexdigest(),
+                blocks_sha256=hashlib.sha256(table).hexdigest(),
             )
         )
         self._tar = None

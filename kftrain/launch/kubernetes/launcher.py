@@ -21,8 +21,7 @@ from kftrain.launch.base import Request
 from kftrain.launch.kubernetes import diagnosis, ownership
 from kftrain.launch.kubernetes.control import ClusterJobs, delete_jobs
 from kftrain.launch.kubernetes.diagnosis import JobFailedError
-from kftrain.launch.kubernetes.job_client import JobClient
-from kftrain.launch.kubernetes.kinds import load_kinds
+from kftrain.launch.kubernetes.kinds import load_kind, load_kinds
 from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.launch.kubernetes.lease import Lease, create_or_adopt, delete_held, has_pods_at_work
 from kftrain.launch.kubernetes.states import State
@@ -33,6 +32,7 @@ from kftrain.process.signals import INTERRUPT, STOP, handle_signals
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.heartbeat import Heartbeat
+from kftrain.run.job_tasks import JOB_TASKS, SHARDING, TRAINING
 from kftrain.run.paths import RunPaths
 
 POLL_SECONDS = 1.0
@@ -45,39 +45,37 @@ NEEDED = ("create", "get", "list", "delete")
 
 
 class ClusterLauncher(ClusterJobs):
-    """Runs jobs of one kind on the cluster of the kubeconfig or, in a pod, of its service account."""
+    """Runs the jobs of a run on the cluster of the kubeconfig or, in a pod, of its service account."""
 
-    def __init__(self, config: Config, kind: Kind) -> None:
-        super().__init__([kind], config.launch.kubernetes.namespace)
+    def __init__(self, config: Config) -> None:
+        tasks = (TRAINING, SHARDING) if config.data.shard_pods > 1 else (TRAINING,)
+        kinds = [load_kind(config.launch.backend, task) for task in tasks]
+        super().__init__(kinds, config.launch.kubernetes.namespace)
         self.interrupted = False
         self._is_terminated = False
         """True once somebody terminates the pipeline run: then this process has seconds left."""
         self._config = config
-        self._kind = kind
         self._wake = threading.Event()
-
-    @property
-    def _cluster(self) -> JobClient:
-        return self.clusters[0]
 
     def check(self) -> None:
         """Raise LaunchError if this account cannot create such jobs on the cluster: see `Launcher.check`."""
-        cluster, kind = self._cluster, self._kind
-        if not cluster.knows_jobs():
-            raise LaunchError(
-                f"this cluster has no {kind.name}s ({kind.api_version})", where="launch.backend", fix=kind.install
-            )
-        refused = [verb for verb in NEEDED if not cluster.is_allowed(verb)]
-        if refused:
-            raise LaunchError(
-                f"the account of this launcher may not {', '.join(refused)} {kind.name}s",
-                where=f"namespace {cluster.namespace}",
-                fix="give it a role with these verbs, or leave launch.kubernetes.namespace empty",
-            )
+        for cluster in self.clusters:
+            kind = cluster.kind
+            if not cluster.knows_jobs():
+                raise LaunchError(
+                    f"this cluster has no {kind.name}s ({kind.api_version})", where="launch.backend", fix=kind.install
+                )
+            refused = [verb for verb in NEEDED if not cluster.is_allowed(verb)]
+            if refused:
+                raise LaunchError(
+                    f"the account of this launcher may not {', '.join(refused)} {kind.name}s",
+                    where=f"namespace {cluster.namespace}",
+                    fix="give it a role with these verbs, or leave launch.kubernetes.namespace empty",
+                )
 
     def build(self, spec: JobSpec) -> Request:
         """Build the document of the job. `run` adds its owner and the mark of the launch: see `Launcher.build`."""
-        document = self._kind.build(spec, self._config)
+        document = self._load_kind(spec).build(spec, self._config)
         return Request(document, f"---\n{yaml.safe_dump(document, sort_keys=False)}")
 
     def clean(self, paths: RunPaths, job_id: str) -> list[str]:
@@ -92,6 +90,8 @@ class ClusterLauncher(ClusterJobs):
         FencedError where another launch holds the job, or a job with another specification holds the run: that job is
         left alone.
         """
+        kind = self._load_kind(spec)
+        self._cluster = next(cluster for cluster in self.clusters if cluster.kind is kind)
         self._cluster.retry_policy.hurried = lambda: self.interrupted
         with handle_signals((INTERRUPT, *STOP), self._on_signal):
             try:
@@ -111,6 +111,9 @@ class ClusterLauncher(ClusterJobs):
     def close(self) -> None:
         """Do nothing: pods are new for each attempt, so nothing was kept."""
 
+    def _load_kind(self, spec: JobSpec) -> Kind:
+        return load_kind(self._config.launch.backend, JOB_TASKS[spec.task])
+
     def _run(self, spec: JobSpec) -> int:
         """Create or adopt the job, follow it to its end and delete it; return its exit code."""
         paths = RunPaths(spec.run_uri)
@@ -118,7 +121,7 @@ class ClusterLauncher(ClusterJobs):
         if self._cluster.own_namespace:
             timeout = {LAUNCHER_TIMEOUT_ENV: str(LAUNCHER_TIMEOUT_SECONDS)}
             spec = dataclasses.replace(spec, environment={**spec.environment, **timeout})
-        document = self._kind.build(spec, self._config, kfp_run_id, owner)
+        document = self._cluster.kind.build(spec, self._config, kfp_run_id, owner)
         name = document["metadata"]["name"]
         with Heartbeat(paths), TerminateWatch(self._cluster, owner, self._on_terminate):
             lease = create_or_adopt(self._cluster, document, lambda: self.interrupted)

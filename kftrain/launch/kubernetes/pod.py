@@ -11,7 +11,7 @@ from typing import Any
 from kftrain.launch.kubernetes.kinds.kind import Kind, build_run_labels
 from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec, Role
-from kftrain.process.machine import RACK_ENV
+from kftrain.process.machine import RACK_ENV, SCRATCH_ENV
 
 USER_ID = 1000
 """User and group id that our images run as."""
@@ -73,6 +73,7 @@ def _build_container(kind: Kind, spec: JobSpec, role: Role, settings: Kubernetes
         **spec.environment,
         ADDRESS_ENV: kind.build_address(spec),
         "HOME": "/tmp",
+        SCRATCH_ENV: settings.scratch,
         "PYTHONUNBUFFERED": "1",
         **({name: f"{CA_FOLDER}/ca.crt" for name in CA_VARIABLES} if settings.ca_bundle else {}),
     }
@@ -88,7 +89,7 @@ def _build_container(kind: Kind, spec: JobSpec, role: Role, settings: Kubernetes
             *_build_rack_variable(settings.rack_label),
         ],
         "envFrom": [{"secretRef": {"name": name, "optional": True}} for name in settings.secrets],
-        "resources": {"limits": limits, "requests": limits},
+        "resources": {"limits": limits, "requests": dict(limits)},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,

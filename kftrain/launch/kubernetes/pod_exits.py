@@ -9,9 +9,10 @@ from dataclasses import replace
 from kftrain.errors import Preempted, RetryableError, StorageAwayError
 from kftrain.launch.kubernetes.observation import Pod
 from kftrain.process.termination import parse_message
-from kftrain.run import attempts, commit, documents
+from kftrain.run import attempts, documents
 from kftrain.run.attempts import Claim
 from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
+from kftrain.run.job_tasks import TRAINING, JobTask
 from kftrain.run.paths import RunPaths
 
 DELETED = "deleted"
@@ -72,8 +73,9 @@ class PodBudget:
     `run.budget` says what counts as a failed attempt. This class decides which endings are news and which are excused.
     """
 
-    def __init__(self, limit: int, paths: RunPaths) -> None:
+    def __init__(self, limit: int, paths: RunPaths, task: JobTask = TRAINING) -> None:
         self._paths = paths
+        self._task = task
         self._has_begun = False
         self._budget = RestartBudget(limit)
         self._last_attempt = 0
@@ -96,7 +98,7 @@ class PodBudget:
         """
         if self._has_begun:
             return
-        number, step = attempts.find_last_attempt(self._paths), commit.find_last_step(self._paths)
+        number, step = attempts.find_last_attempt(self._paths), self._task.count_progress(self._paths)
         if number:
             claim = documents.read(Claim, self._paths.attempt(number))
             if is_at_work(claim, pods, now):
@@ -122,7 +124,7 @@ class PodBudget:
             self._present = present
             return 0
         try:
-            now = read_standing(self._paths, since=self._budget.first_attempt)
+            now = read_standing(self._paths, self._budget.first_attempt, self._task)
         except Exception:  # whatever a driver raises
             self._blind.update(pod.uid for pod in news)
             raise

@@ -44,13 +44,14 @@ class Watcher:
         self._config = config
         self._cluster = cluster
         self._spec = spec
+        self._task = JOB_TASKS[spec.task]
         self._paths = paths
         self._lease = lease
         self._name = lease.name
         self._logs = Logs(cluster, spec.num_pods)
         self._pod_exits = PodExits(config.launch.timeout_seconds + NOTICE_SECONDS)
         self._wake = wake
-        self._budget = PodBudget(config.launch.max_restarts_without_progress, paths)
+        self._budget = PodBudget(config.launch.max_restarts_without_progress, paths, self._task)
         self._claimed_by = -1
         self._clock = Clock(time.monotonic())
         self._state = State.QUEUED
@@ -153,7 +154,7 @@ class Watcher:
         """Tell whether a job that is gone had succeeded: gc or its time to live may delete it while a laptop sleeps."""
         complete = False
         with best_effort("what proves the job's success could not be read"):
-            complete = JOB_TASKS[self._spec.task].is_complete(self._paths, self._config)
+            complete = self._task.is_complete(self._paths, self._config)
         if complete:
             to_log(f"{self._name}: it is gone, and everything that it was to produce is there")
         return complete
@@ -174,7 +175,7 @@ class Watcher:
             num_failed = self._budget.count_spent(self._pod_exits.list_failed(), seen.pods)
         if num_failed:
             last = self.diagnose()
-            text = f"{num_failed} attempts in a row without a new checkpoint, at last: {last.line}"
+            text = f"{num_failed} attempts in a row without a new {self._task.progress}, at last: {last.line}"
             raise self._make_failure(text, last.failure_class, last)
 
     def _give_up_if_late(self, assessment: Assessment, seen: Observation) -> None:

@@ -2,6 +2,7 @@
 
     <root>/shards/adopted/<digest of dataset and place>/manifest.json
                                                         train-000000.index.npy   validation-000000.index.npy   …
+                                                        train-000000.blocks      validation-000000.blocks      …
 
     1. Each shard is read once, several at a time: its members by their headers, its digest. Its table goes to disk.
     2. The extensions of all of them say which fields there are. A sample that lacks one is refused, or left out.
@@ -70,7 +71,8 @@ def adopt(config: Config, task: EncodingTask | None, progress: Progress) -> Adop
     """
     adopting = _Adopting(config, task, progress)
     pointer = storage.join(config.run.storage_root, "shards", "by-source", f"{adopting.source_digest()}.json")
-    adopted = _find(config.run.storage_root, pointer, state := adopting.state)
+    state = adopting.state
+    adopted = None if config.data.rehash else _find(config.run.storage_root, pointer, state)
     if adopted is not None:
         progress(f"the shards are unchanged: using {adopted.manifest_uri}")
         return adopted
@@ -89,7 +91,7 @@ def _find(root: str, pointer: str, state: str) -> Adopted | None:
             return None
         uri = storage.join(root, target["manifest_uri"])
         manifest = manifests.read_manifest(uri)
-        verify.verify_shards(uri, manifest, "size")
+        verify.check_listing(uri, manifest)
     except (DataError, ValueError, KeyError, TypeError):  # not where storage is away
         return None
     return Adopted(uri, manifest, reused=True)
@@ -139,11 +141,11 @@ class _Adopting:
                 )
             place = storage.digest_json([manifest.dataset_digest, self._folder, [file.name for file in self._files]])
             folder = storage.join(root, "adopted", place)
-            storage.publish_json(str(content / MANIFEST_NAME), manifest.to_dict())
+            manifests.publish_manifest(str(content / MANIFEST_NAME), manifest)
             if self._encoding is not None:  # that the task can read the samples is seen here
                 measured = measure_baselines(self._encoding, str(content / MANIFEST_NAME), manifest)
                 manifest = manifest.model_copy(update={"baselines": measured})
-                storage.publish_json(str(content / MANIFEST_NAME), manifest.to_dict())
+                manifests.publish_manifest(str(content / MANIFEST_NAME), manifest)
             publish_folder(content, folder, MANIFEST_NAME, verify.has_its_shards)
         self._progress(f"adopted: {folder}")
         uri = storage.join(folder, MANIFEST_NAME)
@@ -236,8 +238,9 @@ class _Adopting:
         return shards, incomplete, empty
 
     def _write_shard_index(self, folder: Path, name: str, scanned: Scanned, index: np.ndarray) -> Shard:
-        content = encode_npy(index)
+        content, blocks = encode_npy(index), scanned.blocks.read_bytes()
         (folder / f"{name}.index.npy").write_bytes(content)
+        (folder / f"{name}.blocks").write_bytes(blocks)
         return Shard(
             name=scanned.file.name,
             bytes=scanned.file.size_bytes,
@@ -245,6 +248,7 @@ class _Adopting:
             num_blocks=len(index),
             num_samples=len(index),
             index_sha256=hashlib.sha256(content).hexdigest(),
+            blocks_sha256=hashlib.sha256(blocks).hexdigest(),
             folder=self._folder,
             index=f"{name}.index.npy",
         )

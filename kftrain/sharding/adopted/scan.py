@@ -15,6 +15,7 @@ from kftrain.core import storage
 from kftrain.core.remote import PositionedStream
 from kftrain.data.schema import PICKLES
 from kftrain.data.shards import tar_samples
+from kftrain.data.shards.block_digests import HASHED_BYTES, hash_blocks
 from kftrain.data.shards.tar_reader import Member
 from kftrain.errors import DataError
 from kftrain.sharding.sources.listing import SourceFile, reading_source
@@ -37,6 +38,8 @@ class Scanned:
     """int64 `[samples, 1 + 2 * extensions]`: 1 in the validation split, else 0; offset and length of each member."""
     num_passed_over: int
     """Members with extensions that nobody wants."""
+    blocks: Path
+    """Table of the shard's digests."""
 
 
 def scan(file: SourceFile, table: Path, wanted: frozenset[str] | None, is_held_out: Callable[[str], bool]) -> Scanned:
@@ -71,7 +74,9 @@ def scan(file: SourceFile, table: Path, wanted: frozenset[str] | None, is_held_o
     if hashed.size_bytes != file.size_bytes:
         raise DataError("changed while it was read", where=file.uri, fix="adopt it when nobody writes to it")
     np.save(table, rows.finish(len(columns)))
-    return Scanned(file, sha256, tuple(columns), table, num_passed_over)
+    blocks = table.with_suffix(".blocks")
+    blocks.write_bytes(hashed.blocks)
+    return Scanned(file, sha256, tuple(columns), table, num_passed_over, blocks)
 
 
 def _choose_members(members: Mapping[str, Member], wanted: frozenset[str] | None, where: str) -> dict[str, Member]:
@@ -119,6 +124,8 @@ class HashedStream(PositionedStream):
         stream.seek(0)
         self._stream = stream
         self._digest = hashlib.sha256()
+        self.blocks = b""
+        """Table of the digests of what was read."""
         self._chunk = b""
         self._stop = 0
         """Where the chunk ends."""
@@ -143,8 +150,9 @@ class HashedStream(PositionedStream):
 
     def _read_chunk(self) -> bool:
         """Read on, and keep what is not passed over."""
-        content = self._stream.read(storage.HASH_CHUNK_BYTES)
+        content = self._stream.read(HASHED_BYTES)
         self._digest.update(content)
+        self.blocks += hash_blocks(content)
         kept = self._chunk[max(0, len(self._chunk) - max(0, self._stop - self._position)) :]
         self._chunk = kept + content
         self._stop += len(content)

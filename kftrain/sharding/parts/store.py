@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from kftrain.core import storage
+from kftrain.core import storage, threads
 from kftrain.core.progress import Progress
 from kftrain.data.schema import SPLITS, Source, SourcePart
 from kftrain.data.shards.manifest import index_name, reading
@@ -17,6 +18,9 @@ from kftrain.sharding.parts.records import RECORDS_NAME
 
 Level = Literal["sha256", "size", "replaced"]
 
+THREADS = 16
+"""Parts that are looked for at the same time: each is some requests."""
+
 
 @dataclass(frozen=True)
 class PartStore:
@@ -27,6 +31,9 @@ class PartStore:
     level: Level = "size"
     """Comparison of a part before it is used again: everything, or lengths; training compares the rest. `replaced`:
     files of the source may hold something else; a part of before, which knows no state, is made anew."""
+    pending: str = ""
+    """Folder of pointers to parts that pods have encoded: `find` looks there, too, and `keep` writes there. Those of
+    `by-input` come when the whole source is known to be unchanged."""
 
     def uri(self, part_digest: str) -> str:
         """Return the folder of a part."""
@@ -34,8 +41,19 @@ class PartStore:
 
     def find(self, input_digest: str, state: str) -> PartDocument | None:
         """Read the part that was made from this input in this state, if its files are there and unchanged."""
+        folders = filter(None, (self.pending, self._by_input))
+        documents = (self._follow(storage.join(folder, f"{input_digest}.json"), state) for folder in folders)
+        return next(filter(None, documents), None)
+
+    def find_all(self, jobs: Mapping[int, Any]) -> dict[int, PartDocument]:
+        """Find the parts of many inputs, by their numbers; those that are not there are left out: see `find`."""
+        inputs = [(job["input_digest"], job["state"]) for job in jobs.values()]
+        documents = threads.call_together(lambda known: self.find(*known), inputs, THREADS)
+        return {number: document for number, document in zip(jobs, documents, strict=True) if document}
+
+    def _follow(self, pointer: str, state: str) -> PartDocument | None:
         try:
-            target = storage.read_json_if_exists(self._build_pointer_uri(input_digest))
+            target = storage.read_json_if_exists(pointer)
             if target is None or (target["state"] != state if "state" in target else self.level == "replaced"):
                 return None
             uri = self.uri(target["part_digest"])
@@ -60,14 +78,17 @@ class PartStore:
             # Named by its content: two processes that encode the same part publish equal bytes, and either one may
             # stay.
             publish_folder(folder, self.uri(document.part_digest), PART_NAME, self._is_good)
-        return document
+        # That of a release before has no tables of digests: what is there tells.
+        return read_part(self.uri(document.part_digest))
 
     def keep(self, input_digest: str, part_digest: str, state: str) -> None:
         """Let the part be found by its input, which must be known not to have changed while it was read."""
-        storage.publish_json(self._build_pointer_uri(input_digest), {"part_digest": part_digest, "state": state})
+        uri = storage.join(self.pending or self._by_input, f"{input_digest}.json")
+        storage.publish_json(uri, {"part_digest": part_digest, "state": state})
 
-    def _build_pointer_uri(self, input_digest: str) -> str:
-        return storage.join(self.shards_uri, PARTS_FOLDER, "by-input", f"{input_digest}.json")
+    @property
+    def _by_input(self) -> str:
+        return storage.join(self.shards_uri, PARTS_FOLDER, "by-input")
 
     def _is_good(self, uri: str) -> bool:
         try:

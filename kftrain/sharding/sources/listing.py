@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from kftrain.core import storage
+from kftrain.core import storage, threads
 from kftrain.data.time_window import from_nanoseconds
 from kftrain.errors import DataError
 
 STATE = "state of the file"
 """Key of a file's state in a line of a listing. Nothing is known by it, so that a copy of the files gives the same
 dataset."""
+
+THREADS = 16
+"""Files that are looked at at the same time."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,20 @@ def _list_remote(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFi
             state = str(info.get("VersionId") or info.get("generation") or "")
             file = SourceFile(name, path, int(info["size"]), storage.read_version(info), state)
             yield ListedFile(file, storage.read_modified(info))
+
+
+def require_as_listed(files: Iterable[Mapping[str, Any]]) -> None:
+    """Raise DataError for the first file that is not as it was listed. `files`: as pieces name them."""
+
+    def look(file: Mapping[str, Any]) -> None:
+        with reading_source(uri := file["uri"]):
+            size_bytes, version = storage.size_and_version(uri)
+        version = version.partition("-")[0] if storage.is_local(uri) else version  # a listing has no inodes
+        if (size_bytes, version) != (file["size_bytes"], file["version"]):
+            fix = "run again when nobody writes to it"
+            raise DataError("the source changed while it was read", where=uri, fix=fix)
+
+    threads.call_together(look, list(files), THREADS)
 
 
 def is_hidden(name: str) -> bool:

@@ -31,6 +31,7 @@ class BadServer:
     def __init__(self, **plan):
         self.plan = {"HEAD": "answer", **plan}
         self.requests = []
+        self.headers = []
         self.objects = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._closed = threading.Event()
@@ -65,6 +66,7 @@ class BadServer:
                 request += received
             method, path = request.split(b" ")[:2]
             self.requests.append((method.decode(), path.decode()))
+            self.headers.append(request)
             what = self.plan.get(method.decode(), "silent")
             what = self.plan.get("LIST", what) if b"list-type=" in path else what
             try:
@@ -80,7 +82,8 @@ class BadServer:
             what = what if isinstance(what, int) else status
             connection.sendall(b"HTTP/1.1 %d no\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % what)
         else:
-            connection.sendall(HEAD % (status, len(body)))
+            span = self._describe_range(request) if status == PARTIAL_CONTENT else b""
+            connection.sendall(HEAD.replace(b"\r\n\r\n", span + b"\r\n\r\n") % (status, len(body)))
             if request.startswith(b"HEAD"):
                 return
             is_torn = what in ("drip", "stall", "cut")
@@ -90,6 +93,13 @@ class BadServer:
                 time.sleep(0.02)
             if what == "stall":
                 self._closed.wait()
+
+    def _describe_range(self, request):
+        """The header that says which bytes of an object an answer should hold."""
+        path = request.split(b" ")[1].decode().partition("?")[0]
+        first, last = map(int, re.search(rb"(?i)\r\nrange: bytes=(\d+)-(\d+)\r\n", request).groups())
+        size = len(self.objects[path])
+        return b"\r\nContent-Range: bytes %d-%d/%d" % (first, min(last, size - 1), size)
 
     def _content(self, request, what):
         """Status and body of an answer."""

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from kftrain import tasks
-from kftrain.data.loader import Counters, MicroBatch, StepBatch
+from kftrain.data.counters import Counters
+from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.data.schema import Field, SampleSchema
 from kftrain.models import ModelOutput
 

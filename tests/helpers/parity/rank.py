@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from kftrain import config
 from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan
+from kftrain.data.tuning import Tuning
 from kftrain.parallel.mesh import Mesh
 from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
@@ -99,7 +100,9 @@ def new_loader(resolved, task, mesh, arrays):
     rows, settings = Rows(arrays), resolved.train
     plan = BatchPlan(settings.global_batch_size, mesh.num_data_ranks, settings.micro_batch_size)
     send = Carrier.to(mesh.world.device, task).send
-    return TrainLoader(rows, rows, plan, mesh.data_rank, 0, lambda micro: count_loss_terms(task, micro), send=send)
+    return TrainLoader(
+        rows, rows, plan, mesh.data_rank, Tuning(0), lambda micro: count_loss_terms(task, micro), send=send
+    )
 
 
 def whole(model):

@@ -19,10 +19,12 @@ GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "identities.json").r
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_run_of_release_02_has_the_identity_that_it_had_there(name):
     case = GOLDEN[name]
-    resolved = config.parse(case["config"])
+    resolved = config.parse(case["config"], ["data.order=2"])
     assert resolved.training_identity("d" * 64) == case["identity"]
     assert resolved.training_digest("d" * 64) == case["digest"]
     assert config.parse_kept(resolved.to_yaml(), "kept").training_digest("d" * 64) == case["digest"]
+    assert config.parse_kept(case["config"], "kept").training_digest("d" * 64) == case["digest"]
+    assert config.parse(case["config"]).training_identity("d" * 64) == case["identity"] | {"order": 3}
 
 
 def walk_sections(kind, path=""):
@@ -40,7 +42,7 @@ def is_section(kind):
 
 SECTIONS = dict(walk_sections(config.Config))
 
-ENTRIES = {"dataset", "initial_weights", "data.mixture_weights"}
+ENTRIES = {"dataset", "order", "initial_weights", "data.mixture_weights"}
 """Entries of an identity that stand for several keys, or for what lies outside of the configuration."""
 
 

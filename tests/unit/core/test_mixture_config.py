@@ -86,4 +86,4 @@ def test_the_sources_of_a_mixture_are_anchored_and_checked_as_one_is(tmp_path):
         preflight.check_credentials(with_password)
     assert "secret" not in caught.value.line
     with pytest.raises(LaunchError, match=r"data\.mixture\[0\]\.source: .* cannot reach a file"):
-        preflight._require_remote_source(*next(iter(anchored.data.sources.items())))
+        preflight._require_remote_source(*next(iter(anchored.data.sources.items())), "a pod")

@@ -10,6 +10,7 @@ import click
 import pytest
 import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
+from helpers.fakes import counting_store
 from helpers.fakes.bad_server import BODY, BadServer
 
 from kftrain import cli
@@ -64,7 +65,7 @@ READS = {
     "read_bytes": storage.read_bytes,
     "sha256_file": storage.sha256_file,
     "open_read": stream,
-    "read_ranges": lambda uri: storage.read_ranges(uri, [0, 5000], [10, 5010]),
+    "read_range": lambda uri: storage.read_range(uri, 5000, 5010),
 }
 SILENT = {
     **READS,
@@ -85,7 +86,7 @@ def test_a_server_that_accepts_and_never_answers_is_an_outage(server_of, name):
     began = time.monotonic()
     with (
         outages.retry_for(0),
-        pytest.raises(RetryableError, match=r"cannot be reached: TimeoutError: .* no answer within"),
+        pytest.raises(RetryableError, match=r"cannot be reached.*: TimeoutError: .* no answer within"),
     ):
         SILENT[name](URI)
     assert time.monotonic() - began < ENDED_SECONDS
@@ -142,7 +143,7 @@ def test_a_stream_appears_when_it_is_whole_and_goes_when_it_is_not(tmp_path, roo
 def test_fault_12_a_read_that_never_returns_names_its_object(server_of):
     server_of(GET="stall")
     with outages.retry_for(0), pytest.raises(RetryableError) as caught:
-        storage.read_ranges("s3://bucket/shards/train-00003.tar", [0], [9000])
+        storage.read_range("s3://bucket/shards/train-00003.tar", 0, 9000)
     assert "s3://bucket/shards/train-00003.tar" in caught.value.line
 
 
@@ -210,6 +211,20 @@ def test_fault_66_an_upload_that_is_interrupted_is_made_whole_or_not_believed(tm
     assert storage.exists(f"{root}/half/1") and not storage.exists(f"{root}/half/manifest.json")
 
 
+def test_a_large_object_is_read_in_large_requests(monkeypatch):
+    content, asked, original = os.urandom(40_000), [], MemoryFileSystem.cat_file
+
+    def cat_file(self, path, start=None, end=None, **options):
+        asked.append((start, end))
+        return original(self, path, start=start, end=end, **options)
+
+    monkeypatch.setattr(remote, "READ_BYTES", 16_384)
+    storage.publish("memory://large/object", content)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    assert storage.read_bytes("memory://large/object") == content
+    assert asked == [(0, 16_384), (16_384, 32_768), (32_768, 40_000)]
+
+
 def test_an_object_that_is_replaced_while_it_is_read_is_not_mixed(tmp_path, monkeypatch):
     uri = f"memory://{tmp_path.name}-{os.getpid()}/x"
     storage.publish(uri, b"1" * 10_000)
@@ -238,6 +253,20 @@ def test_a_process_that_others_wait_for_gives_up_before_they_do(monkeypatch):
     outages.limit(5.0)
     outages.limit(50.0)
     assert policy.answered_seconds == 5.0
+
+
+def test_a_listing_has_more_time_than_a_call_however_many_objects_there_are(monkeypatch):
+    store = counting_store.open_store()
+    store.put(store.uri("a", "b"), b"x")
+    monkeypatch.setattr(remote, "deadline", remote.Deadline(0.3, 0.3))
+    for name in ("find", "info"):
+        real = getattr(counting_store._FileSystem, name)
+        monkeypatch.setattr(
+            counting_store._FileSystem, name, lambda *a, real=real, **k: time.sleep(0.9) or real(*a, **k)
+        )
+    assert list(storage.find(store.uri("a"))) == [store.uri("a", "b")]
+    with outages.retry_for(0), pytest.raises(RetryableError, match="no answer within"):
+        storage.size_bytes(store.uri("a", "b"))
 
 
 def test_the_deadline_follows_from_the_bytes():

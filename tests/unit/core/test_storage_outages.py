@@ -4,10 +4,10 @@ import errno
 
 import pytest
 from aiohttp import ClientPayloadError
-from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError
+from botocore.exceptions import ClientError, FlexibleChecksumError, NoCredentialsError, ReadTimeoutError
 from s3fs.errors import translate_boto_error
 
-from kftrain.core import outages
+from kftrain.core import outages, traffic
 from kftrain.errors import RetryableError
 from kftrain.run.best_effort import best_effort, retryable
 
@@ -68,7 +68,9 @@ def given_up_after(store, error, kind="read"):
 
 def test_a_store_that_has_answered_is_ridden_out_for_ten_minutes(store):
     assert store.call() == "ok"
+    traffic.take_counts()
     assert store.away(DOWN, 590).call() == "ok"
+    assert traffic.take_counts() == {"retries": store.calls - 2}
     assert given_up_after(store, DOWN) == pytest.approx(600, abs=0.1)
 
 
@@ -162,6 +164,7 @@ class HttpError(Exception):
         (EXPIRED, True),
         (ClientPayloadError("Response payload is not completed"), True),
         (ReadTimeoutError(endpoint_url="http://x"), True),
+        (FlexibleChecksumError(error_msg="Expected checksum x did not match calculated checksum: y"), True),
         (HttpError(503), True),
         (HttpError(429), True),
         (HttpError(404), False),
@@ -178,6 +181,7 @@ def test_outages_of_all_drivers_are_recognised(error, outage):
         (answer("SlowDown", 503), RetryableError),
         (ReadTimeoutError(endpoint_url="http://x"), RetryableError),
         (TimeoutError("x"), RetryableError),
+        (FlexibleChecksumError(error_msg="Expected checksum x did not match calculated checksum: y"), RetryableError),
         (ClientError({"Error": {"Code": "InvalidArgument"}}, "GetObject"), OSError),
         (ClientError({"Error": {"Code": "400"}}, "HeadObject"), PermissionError),
         (NoCredentialsError(), PermissionError),

@@ -5,11 +5,11 @@ import io
 import numpy as np
 import pytest
 from helpers import in_process, jobs
+from helpers.splits import open_split
 from PIL import Image
 
 from kftrain import config
 from kftrain.core import storage
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.errors import DataError, UserCodeError
 from kftrain.evaluate.session import evaluate
@@ -54,7 +54,7 @@ def validation_files(source, root):
     """The files of the validation split, in stored order."""
     outcome, _ = sharded(configured(source, root))
     manifest_uri = outcome.summary["manifest_uri"]
-    keys = ShardedDataset.open(manifest_uri, "validation").group_keys()
+    keys = open_split(manifest_uri, "validation").group_keys()
     return [source / key for key in keys], manifest_uri
 
 

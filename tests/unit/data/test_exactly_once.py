@@ -7,14 +7,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from helpers.splits import open_split
 from helpers.toy_data import shard_toy, text_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Decoding
-from kftrain.data.loader import StepBatch, TrainLoader, Workers
+from kftrain.data.loader import StepBatch, TrainLoader
 from kftrain.data.order import BatchPlan, TrainingOrder
+from kftrain.data.tuning import Tuning
 
 
 class Numbers:
@@ -59,13 +61,14 @@ def test_all_ranks_of_all_attempts_together_see_the_dataset(
     trained: list[list[int]] = []
     for kill in [*kills, num_steps]:
         ranks = data.draw(st.integers(1, min(16, batch, num_samples)))
-        plan, prefetch = BatchPlan(batch, ranks, data.draw(st.integers(0, batch))), data.draw(st.integers(0, 2))
-        decoding, workers = data.draw(st.sampled_from([None, DECODING])), Workers(data.draw(st.sampled_from([0, 1, 3])))
+        plan, workers = BatchPlan(batch, ranks, data.draw(st.integers(0, batch))), data.draw(st.sampled_from([0, 1, 3]))
+        decoding = data.draw(st.sampled_from([None, DECODING]))
+        tuning = Tuning(data.draw(st.integers(0, 4)), workers if decoding else 0, max(1, workers))
         first, wanted = len(trained), max(kill - len(trained), 0)
         order = TrainingOrder(num_samples, seed, range_samples, window)
         parts = [
             stepped(
-                TrainLoader(Numbers(num_samples), order, plan, rank, prefetch, WEIGHTS, decoding, workers),
+                TrainLoader(Numbers(num_samples), order, plan, rank, tuning, WEIGHTS, decoding),
                 first,
                 wanted,
             )
@@ -88,14 +91,14 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> list[ShardedDataset]:
     texts = text_folder(folder / "texts", 400)
     sizes = (1 << 16, 1 << 22)
     uris = [shard_toy(texts, folder / str(size), shard_size_bytes=size).manifest_uri for size in sizes]
-    return [ShardedDataset.open(uri, "train") for uri in uris]
+    return [open_split(uri, "train") for uri in uris]
 
 
 def test_the_order_of_the_samples_does_not_depend_on_the_size_of_a_shard(datasets: list[ShardedDataset]) -> None:
     seen = []
     for dataset in datasets:
         order = TrainingOrder(dataset.num_samples, 3, 16, 4)
-        steps = TrainLoader(dataset, order, BatchPlan(16, 1), 0, 0).steps(0, 2 * dataset.num_samples // 16)
+        steps = TrainLoader(dataset, order, BatchPlan(16, 1), 0, Tuning(0)).steps(0, 2 * dataset.num_samples // 16)
         seen.append([bytes(row) for step in steps for row in step.micro_batches[0].arrays["data"]])
-    assert len(datasets[0].samples_per_shard) > len(datasets[1].samples_per_shard)
+    assert len(datasets[0]._shards) > len(datasets[1]._shards)
     assert seen[0] == seen[1]

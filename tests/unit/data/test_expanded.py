@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
+from helpers.splits import open_split
 from helpers.toy_data import toy_config
 
 from kftrain.data import expanded as module
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.expanded import Expanded, expand_rows
 from kftrain.data.schema import CLUSTER
 from kftrain.sharding.shard_dataset import shard_dataset
@@ -28,7 +28,7 @@ def dataset(tmp_path, task):
         (tmp_path / "s" / name).parent.mkdir(parents=True)
         (tmp_path / "s" / name).write_bytes(text)
     config = toy_config(str(tmp_path / "s"), tmp_path / "root", validation_fraction=0.6)
-    return ShardedDataset.open(shard_dataset(config, task, lambda line: None).manifest_uri, "validation")
+    return open_split(shard_dataset(config, task, lambda line: None).manifest_uri, "validation")
 
 
 def test_rows_are_those_of_each_document_alone_whoever_counts_them(dataset, task, monkeypatch):

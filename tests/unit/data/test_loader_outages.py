@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import s3fs
 from helpers.fakes.bad_server import BadServer
+from helpers.splits import open_split
 from helpers.toy_data import flat_copy, shard_toy, text_folder
 
 from kftrain.core import outages, remote, storage
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan, TrainingOrder
+from kftrain.data.tuning import Tuning
 from kftrain.errors import RetryableError
 from kftrain.worker import error_report, rank
 
@@ -49,9 +50,11 @@ def server(manifest_uri, monkeypatch):
 
 @contextlib.contextmanager
 def steps_of(manifest_uri, prefetch):
-    dataset = ShardedDataset.open(manifest_uri, "train")
+    dataset = open_split(manifest_uri, "train")
     order = TrainingOrder(dataset.num_samples, 7, 16, 8)
-    with contextlib.closing(TrainLoader(dataset, order, BatchPlan(8, 1), 0, prefetch).steps(0, NUM_STEPS)) as steps:
+    with contextlib.closing(
+        TrainLoader(dataset, order, BatchPlan(8, 1), 0, Tuning(prefetch)).steps(0, NUM_STEPS)
+    ) as steps:
         yield steps
 
 

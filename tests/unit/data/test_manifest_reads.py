@@ -4,9 +4,11 @@ import pytest
 from helpers import in_process, jobs
 
 from kftrain.core import storage
+from kftrain.data.shards import verify
 from kftrain.evaluate.session import evaluate
+from kftrain.tasks import run_dataset
 
-READERS = ("read_bytes", "open_read", "read_ranges", "sha256_file")
+READERS = ("read_bytes", "open_read", "read_range", "sha256_file")
 
 
 @pytest.fixture
@@ -24,6 +26,23 @@ def read(monkeypatch):
     for name in READERS:
         monkeypatch.setattr(storage, name, counted(getattr(storage, name)))
     return uris
+
+
+def test_a_process_of_a_job_lists_nothing(tmp_path, monkeypatch):
+    """The stage that starts the job does: a thousand nodes would ask a store a thousand times."""
+    paths, resolved = jobs.make_run(tmp_path, ["train.steps=2", "evaluate.interval_steps=1"])
+    run_dataset.require_usable(*run_dataset.read_dataset(paths), resolved)
+
+    def refuse(*given):
+        raise AssertionError("a shard folder was listed")
+
+    monkeypatch.setattr(verify, "_list_files", refuse)
+    with pytest.raises(AssertionError):
+        run_dataset.require_usable(*run_dataset.read_dataset(paths), resolved)
+    in_process.train(paths, resolved, monkeypatch)
+    jobs.request_evaluation(paths)
+    with in_process.alone(monkeypatch):
+        evaluate(paths, resolved)
 
 
 def test_a_process_that_trains_or_evaluates_reads_the_manifest_once(tmp_path, monkeypatch, read):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain.data import shares
-from kftrain.data.mixture import Concatenated, MixtureOrder, Phase
+from kftrain.data.mixture import Concatenated, MixtureOrder, MixturePhases, Phase
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.shares import compute_slots
 
@@ -17,7 +17,7 @@ SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 
 def mixture_of(sizes: list[int], phases: list[tuple[int, list[float]]], seed: int = 0) -> MixtureOrder:
     orders = [TrainingOrder(size, seed, 4, 3, f"part {number}") for number, size in enumerate(sizes)]
-    return MixtureOrder(orders, [Phase(first, tuple(weights)) for first, weights in phases])
+    return MixtureOrder(orders, MixturePhases([Phase(first, tuple(weights)) for first, weights in phases]))
 
 
 def owner(sizes: list[int], sample: int) -> tuple[int, int]:
@@ -49,7 +49,6 @@ def test_every_component_is_seen_exactly_once_in_each_epoch_of_its_own(sizes: li
             epoch = numbers[start : start + sizes[component]]
             assert max(Counter(epoch).values()) == 1
             assert len(epoch) < sizes[component] or set(epoch) == set(range(sizes[component]))
-    assert mixture.seen(stop) == [len(seen[component]) for component in range(len(sizes))]
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
@@ -78,7 +77,7 @@ def test_kills_and_changes_of_the_world_change_no_sample(sizes: list[int], batch
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any), st.integers(0, 400), st.integers(1, 300))
 def test_the_share_of_a_component_is_its_weight_in_any_window(weights: list[int], start: int, length: int) -> None:
     mixture = mixture_of([10] * len(weights), [(0, [float(weight) for weight in weights])])
-    counts = Counter(mixture.split(np.arange(start, start + length))[0].tolist())
+    counts = Counter(mixture.phases.split(np.arange(start, start + length))[0].tolist())
     num_components = sum(weight > 0 for weight in weights)
     for component, weight in enumerate(weights):
         share = Fraction(weight, sum(weights))
@@ -88,7 +87,7 @@ def test_the_share_of_a_component_is_its_weight_in_any_window(weights: list[int]
 def test_a_phase_begins_at_its_position_and_each_component_goes_on_where_it_was() -> None:
     sizes = [40, 40, 40]
     mixture = mixture_of(sizes, [(0, [1.0, 1.0, 0.0]), (31, [0.0, 1.0, 3.0])])
-    components, own = mixture.split(np.arange(71))
+    components, own = mixture.phases.split(np.arange(71))
     assert Counter(components[:31].tolist()) == {0: 16, 1: 15}
     assert Counter(components[31:].tolist()) == {1: 10, 2: 30}
     for component in range(3):
@@ -169,6 +168,6 @@ def test_datasets_read_as_one_give_the_rows_of_each(sizes: list[int], data: st.D
 
 def test_a_position_far_away_costs_no_more_memory() -> None:
     mixture = mixture_of([10**9, 10**8], [(0, [0.7, 0.3]), (10**15, [0.1, 0.9])])
-    near, far = (mixture.split(np.arange(start, start + 10)) for start in (10**15 - 10, 10**15))
+    near, far = (mixture.phases.split(np.arange(start, start + 10)) for start in (10**15 - 10, 10**15))
     assert Counter(near[0].tolist()) == {0: 7, 1: 3} and Counter(far[0].tolist()) == {0: 1, 1: 9}
     assert min(far[1][far[0] == 1]) == 3 * 10**14

@@ -2,15 +2,20 @@
 
 import io
 import itertools
+import json
 import pickle
 import subprocess
 import sys
+import tempfile
+import tracemalloc
 from types import SimpleNamespace
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 import webdataset
+from helpers import remote_shards
 from helpers.source_checks import Sharded
 from helpers.toy_data import shard_toy, text_folder
 from hypothesis import given, settings
@@ -22,6 +27,7 @@ import kftrain
 from kftrain.core import storage
 from kftrain.data import torch_dataset
 from kftrain.data.decoding import Generators
+from kftrain.data.lanes import Lanes
 from kftrain.data.order import TrainingOrder
 from kftrain.data.shards.manifest import read_manifest, shard_uri
 from kftrain.errors import ConfigError, DataError
@@ -57,6 +63,19 @@ def toy(tmp_path_factory):
     """URI of a dataset of arrays."""
     folder = tmp_path_factory.mktemp("toy")
     return shard_toy(text_folder(folder / "in"), folder / "root").manifest_uri
+
+
+def test_a_remote_dataset_is_kept_on_the_node_for_the_next_process(tmp_path, monkeypatch):
+    """Each worker of a loader is one; without a cache each would read the others' samples, too."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    uri = remote_shards.upload(remote_shards.write_dataset(tmp_path / "shards", 100))
+    numbers = np.random.default_rng(0).permutation(kftrain.open_dataset(uri).num_samples)
+    with remote_shards.counted_requests(monkeypatch) as requests:
+        for _ in range(2):
+            dataset = pickle.loads(pickle.dumps(kftrain.open_dataset(uri)))
+            remote_shards.assert_rows(dataset.read(numbers), numbers)
+            assert sum(requests.of(".tar")) == sum(shard.bytes for shard in read_manifest(uri).splits["train"].shards)
+    fsspec.filesystem("memory").rm(remote_shards.FOLDER, recursive=True)
 
 
 # -- by number -------------------------------------------------------------------------------------------------------
@@ -147,7 +166,7 @@ def numbered(count):
 def ordered(count, **options):
     defaults = {"seed": 1, "batch_size": 1, "epochs": 1, "rank": 0, "world_size": 1, "shuffle": True}
     return torch_dataset.InTrainingOrder(
-        numbered(count), **{**defaults, "range_samples": 3, "window_ranges": 2, **options}
+        numbered(count), **{**defaults, "range_samples": 3, "window_ranges": 2, "lanes": 4, **options}
     )
 
 
@@ -160,7 +179,9 @@ def as_worker(monkeypatch, worker, num_workers):
 @given(st.data())
 def test_each_sample_comes_once_an_epoch_for_any_ranks_workers_stops_and_changes_of_both(data):
     count = data.draw(st.integers(1, 60))
-    position, seen = 0, []
+    state, position, seen = ordered(count, batch_size=data.draw(st.integers(1, 9))).state_dict(), 0, []
+    if data.draw(st.booleans()):
+        del state["batch"]  # of release 0.2
     with pytest.MonkeyPatch.context() as patch:
         for _ in range(data.draw(st.integers(1, 3))):  # a life; the last goes on to the end of the epoch
             world, workers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
@@ -172,7 +193,7 @@ def test_each_sample_comes_once_an_epoch_for_any_ranks_workers_stops_and_changes
                 for worker in range(workers):
                     as_worker(patch, worker, workers)
                     dataset = ordered(count, rank=rank, world_size=world, batch_size=size)
-                    dataset.load_state_dict({"position": position})
+                    dataset.load_state_dict(state)
                     samples = list(dataset)
                     parts.append([samples[first : first + size] for first in range(0, len(samples), size)])
                 # as a DataLoader does: one batch of each worker in turn
@@ -182,14 +203,15 @@ def test_each_sample_comes_once_an_epoch_for_any_ranks_workers_stops_and_changes
                 stop = 0  # the epoch ends before
             seen += [sample for batches in per_rank for batch in batches[:stop] for sample in batch]
             resumed = ordered(count, batch_size=size, world_size=world)
-            resumed.load_state_dict({"position": position})
-            position = min(resumed.state_after(stop)["position"], count)
+            resumed.load_state_dict(state)
+            state = resumed.state_after(stop)
+            position = state["position"] = min(state["position"], count)
             if position == count:
                 break
         as_worker(patch, 0, 1)
         if position < count:
             dataset = ordered(count)
-            dataset.load_state_dict({"position": position})
+            dataset.load_state_dict(state)
             seen += list(dataset)
     assert sorted(seen) == list(range(count))
 
@@ -243,15 +265,90 @@ def test_an_iteration_follows_the_one_before_and_epochs_differ():
     assert list(dataset) == first
     endless = ordered(20, epochs=None)
     assert list(itertools.islice(iter(endless), 40)) == first + second
-    assert endless.state_dict() == {"position": 40}
+    assert endless.state_dict() == {"position": 40, "batch": 1}
     assert list(ordered(20, shuffle=False)) == list(range(20))
 
 
+def test_it_is_order_3_of_its_own_global_batch_and_order_2_after_a_state_of_release_02():
+    options = {"range_samples": 4, "window_ranges": 4, "lanes": 4, "batch_size": 6, "epochs": 2}
+    loops = [ordered(200, **options, rank=rank, world_size=2) for rank in (0, 1)]
+    lanes = TrainingOrder(200, 1, 4, 4, lanes=Lanes(4, 12, 4)).locate(np.arange(400))
+    plain = TrainingOrder(200, 1, 4, 4).locate(np.arange(400))
+    assert lanes.tolist() != plain.tolist()
+    shares = [np.concatenate([np.arange(g, min(g + 6, 400)) for g in range(6 * r, 400, 12)]) for r in (0, 1)]
+    for loop, share in zip(loops, shares, strict=True):
+        assert list(loop) == lanes[share].tolist()
+    old = ordered(200, **options, rank=0, world_size=2)
+    old.load_state_dict({"position": 0})
+    assert list(old) == plain[shares[0]].tolist()
+    old.set_epoch(1)
+    assert old.state_dict() == {"position": 200}
+    old.load_state_dict({"position": 0, "batch": 12})
+    assert list(old) == lanes[shares[0]].tolist(), "a state that names its lanes is never in doubt"
+    assert "batch" not in ordered(20, shuffle=False).state_dict()
+
+
+def test_a_state_without_lanes_never_changes_the_order_of_a_loop_that_has_shown_samples_in_lanes(capsys):
+    """Positions of one order in the other would repeat some samples, and leave out as many."""
+    loop = ordered(200, batch_size=8)
+    seen = list(itertools.islice(iter(loop), 96))
+    before = loop.state_dict()
+    with pytest.raises(ConfigError, match=r"load_state_dict: not of this loop's order \(got .'position': 96.\)"):
+        loop.load_state_dict({"position": 96})
+    assert loop.state_dict() == before and sorted(seen + list(loop)) == list(range(200))
+    assert "0.2" not in capsys.readouterr().out
+
+
+def test_a_loop_that_goes_on_in_the_order_of_release_02_says_so_once(capsys):
+    old, resumed = TrainingOrder(200, 1, 3, 2).locate(np.arange(200)).tolist(), ordered(200, batch_size=8)
+    resumed.load_state_dict({"position": 96})
+    assert list(resumed) == old[96:]
+    assert capsys.readouterr().out.count("{'position': 96} has no batch: it is taken for one of release 0.2") == 1
+    resumed.load_state_dict(resumed.state_dict())
+    resumed.load_state_dict({"position": 40})  # it is still in that order
+    assert list(resumed) == old[40:]
+    stored = ordered(200, shuffle=False)
+    stored.load_state_dict({"position": 7})
+    assert list(stored) == list(range(7, 200)) and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("world_size", [1, np.int64(2)])
+def test_numbers_of_numpy_make_states_that_are_plain_data(world_size):
+    sizes = {"batch_size": np.int64(4), "epochs": np.int32(3), "lanes": np.int64(2), "range_samples": np.int64(3)}
+    loop, plain = ordered(20, **sizes, world_size=world_size), ordered(20, batch_size=4, world_size=int(world_size))
+    loop.set_epoch(np.int64(1))
+    for count in (3, 7, 40):
+        list(itertools.islice(iter(loop), count))
+        for state in (loop.state_dict(), loop.state_after(np.int64(2))):
+            plain.load_state_dict(json.loads(json.dumps(state)))
+            assert plain.state_dict()["position"] == state["position"]
+
+
+@pytest.mark.parametrize("batch", [1 << 40, 1 << 62])
+def test_a_state_of_a_huge_batch_takes_no_memory_for_it(batch):
+    """It has one lane for all that there is, or as many as its samples reach."""
+    loop = ordered(100, range_samples=3, window_ranges=2)
+    loop.load_state_dict({"position": 8, "batch": batch})
+    tracemalloc.start()
+    whole = list(loop)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20 and len(set(whole)) == 92
+    assert sorted(ordered(100, batch_size=sys.maxsize, world_size=2, rank=0)) == list(range(100))
+    huge = ordered(100, batch_size=sys.maxsize, world_size=2)
+    ordered(100).load_state_dict(huge.state_dict())
+
+
 def test_what_is_no_state_or_no_rank_is_refused():
-    for state in ({}, {"position": -1}, {"position": "7"}, {"position": 1, "start": "x"}):
+    at = {"position": 1}
+    for state in (
+        *({}, {"position": -1}, {"position": "7"}, {"position": True}),
+        *({**at, "start": "x"}, {**at, "start": -1}, {**at, "start": True}, {**at, "start": 1 << 70}),
+        *({**at, "batch": 0}, {**at, "batch": True}, {**at, "batch": 2.0}, {**at, "batch": (1 << 62) + 1}),
+    ):
         with pytest.raises(ConfigError, match="not a state"):
             ordered(20).load_state_dict(state)
-    for options in ({"rank": 2, "world_size": 2}, {"batch_size": 0}, {"epochs": 0}):
+    for options in ({"rank": 2, "world_size": 2}, {"batch_size": 0}, {"epochs": 0}, {"batch_size": True}):
         with pytest.raises(ConfigError, match="must be"):
             ordered(20, **options)
 
@@ -390,7 +487,7 @@ def test_a_loop_without_workers_counts_its_batches_from_where_it_began():
     samples = ordered(50, batch_size=4)
     samples.load_state_dict({"position": 8})
     assert len(list(itertools.islice(iter(samples), 12))) == 12
-    assert samples.state_after(3) == samples.state_dict() == {"position": 20}
+    assert samples.state_after(3) == samples.state_dict() == {"position": 20}, "of release 0.2"
 
 
 @pytest.mark.parametrize("state", [None, {"position": 1 << 70}, {"position": 1.5}])

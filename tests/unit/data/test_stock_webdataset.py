@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import webdataset
 from helpers.source_checks import Sharded
+from helpers.splits import open_split
 from helpers.toy_data import shard_toy, text_folder
 from PIL import Image
 
 import kftrain
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import BYTES, Field, SampleSchema
 from kftrain.tasks import Regression
 from kftrain.tasks.image_classification import ImageClassification
@@ -64,7 +64,7 @@ def test_encoded_members_come_from_its_writer_through_us_to_its_reader_byte_by_b
         (extension,) = original.keys() & {"jpg", "png"}
         assert sample[extension] == original[extension]
         assert np.load(io.BytesIO(sample["label.npy"])).tolist() == [original["cls"]]
-    train = ShardedDataset.open(sharded.result.manifest_uri, "train")
+    train = open_split(sharded.result.manifest_uri, "train")
     assert {bytes(content) for content in train.read(np.arange(train.num_samples))["image"]} == {
         sample[extension]
         for sample in stock(tmp_path / "root", "train")

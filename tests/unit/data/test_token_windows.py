@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from helpers.splits import open_split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain.core import storage
 from kftrain.data import windows
 from kftrain.data.assets import find_storage_root, keep_assets, read_assets
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Block, Field, SampleSchema, Window
 from kftrain.data.shards.manifest import Manifest, Split, content_digest
 from kftrain.data.shards.writer import SplitWriter
@@ -49,7 +49,7 @@ def windows_of(stream, length):
 
 
 def view(uri, length):
-    return TokenWindows(ShardedDataset.open(uri, "train"), Window(length + 1, length, {"tokens": FILL}))
+    return TokenWindows(open_split(uri, "train"), Window(length + 1, length, {"tokens": FILL}))
 
 
 @settings(derandomize=True, max_examples=50, deadline=None)
@@ -78,13 +78,13 @@ def test_a_dataset_of_several_shards_and_long_blocks_is_read_like_a_memmap(tmp_p
         samples = np.random.default_rng(2).integers(0, found.num_samples - 1, 40)
         expected = joined[samples[:, None] * length + np.arange(length + 1)]
         assert np.array_equal(found.read(samples)["tokens"], expected)
-    assert len(ShardedDataset.open(uri, "train").samples_per_shard) > 2
+    assert len(open_split(uri, "train")._shards) > 2
 
 
 def test_rows_of_before_are_read_as_they_are(tmp_path):
     schema = SampleSchema((Field("tokens", "uint16", (9,)),))
     rows = np.arange(27, dtype=np.uint16).reshape(3, 9)
-    dataset = ShardedDataset.open(written(tmp_path, [rows], schema), "train")
+    dataset = open_split(written(tmp_path, [rows], schema), "train")
     assert cut_windows(dataset, Window(9, 8, {"tokens": FILL})) is dataset
     assert np.array_equal(cut_windows(dataset, None).read(np.array([2, 0]))["tokens"], rows[[2, 0]])
 

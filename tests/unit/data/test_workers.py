@@ -18,10 +18,10 @@ from helpers.decoded_samples import NUM_SAMPLES, SEED, InMemory, Shuffled, decod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.data import loader as loaders
 from kftrain.data.decoding import Generators
-from kftrain.data.loader import TrainLoader, Workers, choose_steps_ahead
+from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan
+from kftrain.data.tuning import Limits, Tuning
 from kftrain.data.worker_processes import WorkerCommand
 from kftrain.errors import DataError, FailureClass, RetryableError, UserCodeError
 
@@ -29,10 +29,13 @@ BATCH = 6
 TESTS = Path(__file__).parents[2]
 
 
-def workers(count, kind, decode="augment", max_bad=0):
-    command = [sys.executable, "-m", "helpers.decoded_samples"]
-    greeting = {"name": decode, "max_bad_samples": max_bad}
-    return Workers(count, WorkerCommand(command, greeting) if kind == "processes" else None)
+def command(decode="augment", max_bad=0):
+    words = [sys.executable, "-m", "helpers.decoded_samples"]
+    return WorkerCommand(words, {"name": decode, "max_bad_samples": max_bad})
+
+
+def ids_of_workers(loader):
+    return [worker.child.process_id for worker in loader._fetchers[-1]._workers]
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +49,9 @@ def new_loader():
 
     def new(count=0, kind="threads", decode="augment", max_bad=0, ranks=1, rank=0, micro=0, prefetch=2):
         used = decoding(decode, max_bad)
-        plan, chosen = BatchPlan(BATCH, ranks, micro), workers(count, kind, decode, max_bad)
-        made.append(TrainLoader(InMemory(), Shuffled(), plan, rank, prefetch, decoding=used, workers=chosen))
+        plan, tuning = BatchPlan(BATCH, ranks, micro), Tuning(prefetch, count, max(1, count), kind)
+        started = command(decode, max_bad)
+        made.append(TrainLoader(InMemory(), Shuffled(), plan, rank, tuning, decoding=used, command=started))
         return made[-1]
 
     yield new
@@ -89,9 +93,8 @@ def test_threads_give_the_same_bytes_for_any_number_of_them_of_ranks_and_after_a
 ):
     loaders = [
         TrainLoader(
-            *(InMemory(), Shuffled(), BatchPlan(BATCH, ranks, micro), rank, prefetch),
+            *(InMemory(), Shuffled(), BatchPlan(BATCH, ranks, micro), rank, Tuning(prefetch, count, max(1, count))),
             decoding=decoding("augment"),
-            workers=Workers(count),
         )
         for rank in range(ranks)
     ]
@@ -108,7 +111,7 @@ def test_processes_that_are_started_once_give_the_same_bytes_as_threads(new_load
     for first_step in (0, 11):
         steps = zip(*(loader.steps(first_step, 4) for loader in loaders), strict=True)
         assert_steps(rows([part for parts in steps for part in parts]), first_step, 4)
-        seen.update(process_id for loader in loaders for process_id in loader._fetcher.process_ids)
+        seen.update(process_id for loader in loaders for process_id in ids_of_workers(loader))
     assert len(seen) == ranks * count
     for loader in loaders:
         loader.close()
@@ -118,14 +121,14 @@ def test_processes_that_are_started_once_give_the_same_bytes_as_threads(new_load
 def test_batches_that_are_kept_stay_as_they_are_and_those_that_are_dropped_give_their_memory_back(new_loader):
     loader = new_loader(2, "processes")
     kept = list(loader.steps(0, 12))
-    assert loader._fetcher._slots.num_slots >= 12
+    assert loader._fetchers[-1]._slots.num_slots >= 12
     assert_steps(rows(kept), 0, 12)
-    before = loader._fetcher._slots.num_slots
+    before = loader._fetchers[-1]._slots.num_slots
     del kept
     gc.collect()
     for number, batch in enumerate(loader.steps(0, 40)):
         assert_steps(rows([batch]), number, 1)
-    assert loader._fetcher._slots.num_slots == before, "no new memory"
+    assert loader._fetchers[-1]._slots.num_slots == before, "no new memory"
 
 
 def test_an_iterator_that_is_closed_early_leaves_nothing_for_the_next_one(new_loader):
@@ -184,7 +187,7 @@ def test_a_worker_killed_while_nobody_waits_for_it_is_named(new_loader):
     loader = new_loader(2, "processes", prefetch=1)
     steps = loader.steps(0, 50)
     next(steps)
-    victim = loader._fetcher.process_ids[1]
+    victim = ids_of_workers(loader)[1]
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(RetryableError, match=rf"data worker 1 \(process {victim}\) was killed by SIGKILL"):
         list(steps)
@@ -193,16 +196,16 @@ def test_a_worker_killed_while_nobody_waits_for_it_is_named(new_loader):
 PARENT = """
 import sys
 from helpers.decoded_samples import InMemory, Shuffled, decoding
-from kftrain.data import loader as loaders
-from kftrain.data.loader import TrainLoader, Workers, choose_steps_ahead
+from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan
+from kftrain.data.tuning import Tuning
 from kftrain.data.worker_processes import WorkerCommand
 command = WorkerCommand([sys.executable, "-m", "helpers.decoded_samples"], {"name": "slow"})
-how, workers = decoding("slow"), Workers(2, command)
-loader = TrainLoader(InMemory(), Shuffled(), BatchPlan(6, 1), 0, 2, decoding=how, workers=workers)
+how, tuning = decoding("slow"), Tuning(2, 2, 1, "processes")
+loader = TrainLoader(InMemory(), Shuffled(), BatchPlan(6, 1), 0, tuning, decoding=how, command=command)
 steps = loader.steps(0, 100)
 next(steps)
-print(*loader._fetcher.process_ids, flush=True)
+print(*(worker.child.process_id for worker in loader._fetchers[-1]._workers), flush=True)
 list(steps)
 """
 
@@ -259,6 +262,16 @@ def test_random_numbers_of_two_positions_have_nothing_in_common_and_a_key_is_of_
     assert generators.at(3).bytes(16) == Generators(SEED).at(3).bytes(16)
 
 
+def test_what_workers_have_counted_arrives_with_their_rows(new_loader):
+    loader = new_loader(2, "processes", "asks_again")
+    list(loader.steps(0, 5))
+    counters = loader.counters
+    assert counters.retries == 3 * BATCH, "each read takes along what was counted before it; each worker keeps its last"
+    assert counters.num_made == counters.num_steps == 5 and counters.num_bytes > 0
+    assert counters.decode_seconds > 0 and 0 < counters.slowest_seconds <= counters.read_seconds
+    assert 0 < counters.stall_seconds <= counters.seconds
+
+
 def test_threads_of_a_loader_end_with_it(new_loader):
     loader = new_loader(3)
     list(loader.steps(0, 3))
@@ -266,16 +279,62 @@ def test_threads_of_a_loader_end_with_it(new_loader):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data worker")]
 
 
-def test_more_is_read_ahead_only_where_it_was_waited_for_and_as_far_as_it_fits():
-    assert [choose_steps_ahead(depth, True, 1) for depth in (2, 15, 16)] == [3, 16, 16]
-    assert choose_steps_ahead(2, False, 1) == 2
-    assert choose_steps_ahead(3, True, (1 << 30) // 4) == 4 and choose_steps_ahead(4, True, (1 << 30) // 4) == 4
+class Scripted:
+    """Chooses what a list says, step after step, instead of by measurements."""
+
+    def __init__(self, tunings):
+        self._left = list(tunings)
+        self.computed = []
+        self.now = self._left.pop(0)
+
+    def take(self, step_bytes):
+        if self._left:
+            self.now = self._left.pop(0)
+            return "a choice"
+        return ""
 
 
-@pytest.mark.parametrize(("decode", "max_bytes", "expected"), [("slow", 1 << 30, 6), ("slow", 1, 2)])
-def test_a_loader_that_is_waited_for_reads_further_ahead(monkeypatch, decode, max_bytes, expected):
-    monkeypatch.setattr(loaders, "MAX_PREFETCH_BYTES", max_bytes)
+TUNINGS = [Tuning(2, 1, 1), Tuning(3, 1, 4), Tuning(3, 3, 4), Tuning(7, 3, 9), Tuning(7, 4, 9)]
+PROCESSES = [Tuning(2, 1, 1), Tuning(4, 2, 1, "processes"), Tuning(4, 3, 1, "processes")]
+
+
+@pytest.mark.parametrize(("kind", "tunings"), [("threads", TUNINGS), ("processes", PROCESSES)])
+def test_settings_that_change_while_steps_are_ahead_change_no_row(new_loader, kind, tunings):
+    loader = new_loader(1, "threads")
+    loader._limits = Limits(tunings[-1])
+    loader._tuner = Scripted(tunings)
+    assert_steps(rows(loader.steps(3, 30)), 3, 30)
+    assert loader.tuning == tunings[-1]
+    if kind == "processes":
+        assert len(ids_of_workers(loader)) == 3 and len(loader._fetchers) == 2
+    loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("data worker")]
+
+
+def test_no_more_decode_at_once_than_there_are_workers_however_many_read(new_loader, monkeypatch):
+    at_once, most = [], []
+
+    def counted(sample, generator):
+        at_once.append(1)
+        most.append(len(at_once))
+        time.sleep(0.001)
+        at_once.pop()
+        return decoded_samples.augment(sample, generator)
+
+    monkeypatch.setattr(decoded_samples, "counted", counted, raising=False)
+    loader = new_loader(2, decode="counted", prefetch=8)
+    loader._tuner = Scripted([Tuning(8, 2, 8)])
+    assert_steps(rows(loader.steps(0, 20)), 0, 20)
+    assert max(most) == 2
+
+
+@pytest.mark.parametrize(("max_bytes", "expected"), [(1 << 30, 3), (1, 1)])
+def test_a_loader_that_is_waited_for_reads_further_ahead_as_far_as_it_fits(monkeypatch, capsys, max_bytes, expected):
     monkeypatch.setattr(decoded_samples.time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 20))
-    loader = TrainLoader(InMemory(), Shuffled(), BatchPlan(BATCH, 1), 0, "auto", decoding=decoding(decode))
-    assert_steps(rows(loader.steps(0, 5)), 0, 5)
-    assert loader.prefetch_batches == expected
+    used = decoding("slow")
+    limits = Limits(Tuning(256), 1, max_bytes)
+    loader = TrainLoader(InMemory(), Shuffled(), BatchPlan(BATCH, 1), 0, Tuning(2), decoding=used, limits=limits)
+    assert_steps(rows(loader.steps(0, 20)), 0, 20)
+    assert loader.tuning.steps == expected, "whose consumer does nothing waits however much is ahead"
+    lines = [line for line in capsys.readouterr().out.splitlines() if f"data: steps 2 -> {expected}" in line]
+    assert len(lines) == 1

@@ -5,11 +5,11 @@ import pytest
 import torch
 from helpers import in_process
 from helpers.models.toy_task import ToyTask
+from helpers.splits import open_split
 from helpers.toy_data import toy_config
 from torch import nn
 
 from kftrain.core import storage
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Block, Record, SourcePart
 from kftrain.errors import DataError, UserCodeError
 from kftrain.evaluate.score import Scores, score
@@ -70,7 +70,7 @@ def test_the_cluster_of_each_validation_sample_lies_in_the_shards_and_none_is_in
     result = shard(tmp_path, monkeypatch)
     clusters, keys = {}, {}
     for split in ("train", "validation"):
-        dataset = ShardedDataset.open(result.manifest_uri, split)
+        dataset = open_split(result.manifest_uri, split)
         arrays, groups = dataset.read_range(0, dataset.num_samples)
         keys[split] = dataset.group_keys()
         clusters[split] = {
@@ -93,11 +93,11 @@ def test_a_task_without_clusters_has_shards_as_before(tmp_path, monkeypatch):
 
 def test_units_of_an_evaluation_are_the_clusters(tmp_path, monkeypatch):
     result = shard(tmp_path, monkeypatch)
-    dataset = ShardedDataset.open(result.manifest_uri, "validation")
+    dataset = open_split(result.manifest_uri, "validation")
     with in_process.world(monkeypatch) as world:
         scores = score(Length(), Visits(), dataset, Mesh.of_copies(world), batch_size=3)
         plain_uri = shard(tmp_path / "plain", monkeypatch, Plain()).manifest_uri
-        plain = score(Length(), Plain(), ShardedDataset.open(plain_uri, "validation"), Mesh.of_copies(world), 3)
+        plain = score(Length(), Plain(), open_split(plain_uri, "validation"), Mesh.of_copies(world), 3)
     keys, units = dataset.group_keys(), scores.units(dataset.num_groups)
     pairs = set(zip(map(patient, keys), units.tolist(), strict=True))
     assert len(pairs) == len(set(units.tolist())) == len({patient(key) for key in keys})

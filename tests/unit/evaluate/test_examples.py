@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.documents import digits_config, sharded_run
+from helpers.splits import open_split
 from PIL import Image
 
-from kftrain.data.dataset import ShardedDataset
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.evaluate import examples
 from kftrain.evaluate.score import group_sums
@@ -72,7 +72,7 @@ def test_the_loss_is_the_tasks_own_or_else_the_gates_metric():
 def digits(tmp_path_factory):
     """An untrained model on the digits, its statistics, and what is shown of it."""
     _, config, shards = sharded_run(tmp_path_factory.mktemp("digits"))
-    dataset = ShardedDataset.open(shards.manifest_uri, "validation")
+    dataset = open_split(shards.manifest_uri, "validation")
     task = build_task(config.task)
     torch.manual_seed(0)
     model = build_model(config.model, task.model_arguments())

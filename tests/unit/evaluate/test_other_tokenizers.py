@@ -5,10 +5,10 @@ import pandas
 import pytest
 import torch
 from helpers import in_process
+from helpers.splits import open_split
 from helpers.toy_data import toy_config
 
 from kftrain.config import Config
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.expanded import expand_rows
 from kftrain.evaluate.score import group_sums, score
 from kftrain.models.transformer import Transformer
@@ -36,7 +36,7 @@ def dataset(tmp_path):
     task = LanguageModeling(sequence_length=24, tokenizer={"train": {"vocab_size": 300}})
     config = toy_config(str(folder), tmp_path / "root", validation_fraction=0.4)
     manifest_uri = shard_dataset(config, task, lambda line: None).manifest_uri
-    return ShardedDataset.open(manifest_uri, "validation"), task
+    return open_split(manifest_uri, "validation"), task
 
 
 def model_of(task, seed):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from click.testing import CliRunner
@@ -35,7 +36,7 @@ def own_folder(tmp_path, monkeypatch):
     """Nobody else's jobs are seen, here and in child processes."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(presence.tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "tempdir", None)
 
 
 @pytest.fixture

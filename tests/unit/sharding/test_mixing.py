@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from helpers.models.toy_task import ToyTask
+from helpers.splits import open_split
 from helpers.toy_data import shard_toy, text_folder, toy_config
 
 from kftrain import report
@@ -14,6 +15,7 @@ from kftrain.data.schema import SPLITS
 from kftrain.data.shards import verify
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.data.training_split import open_training_split
+from kftrain.data.tuning import Tuning
 from kftrain.errors import DataError
 from kftrain.sharding import mixing
 
@@ -41,16 +43,16 @@ def mixture(tmp_path_factory):
     alone = {}
     for name, source in sources.items():
         uri = shard_toy(source, folder / "alone").manifest_uri
-        alone[name] = {split: rows_of(ShardedDataset.open(uri, split)) for split in SPLITS}
+        alone[name] = {split: rows_of(open_split(uri, split)) for split in SPLITS}
     return config, result, alone
 
 
 def test_the_splits_of_a_mixture_are_those_of_its_components_one_after_another(mixture):
     _, result, alone = mixture
     for split in SPLITS:
-        dataset = ShardedDataset.open(result.manifest_uri, split)
+        dataset = open_split(result.manifest_uri, split)
         assert rows_of(dataset) == alone["small"][split] + alone["large"][split]
-    keys = ShardedDataset.open(result.manifest_uri, "validation").group_keys()
+    keys = open_split(result.manifest_uri, "validation").group_keys()
     assert {key.partition("/")[0] for key in keys} == {"small", "large"} and len(set(keys)) == len(keys)
 
 
@@ -77,7 +79,7 @@ def test_training_sees_each_component_once_in_its_own_epoch(mixture):
     samples, order = open_training_split(result.manifest_uri, read_manifest(result.manifest_uri), config)
     num_small, num_large = len(alone["small"]["train"]), len(alone["large"]["train"])
     assert num_large > 2 * num_small
-    loader = TrainLoader(samples, order, BatchPlan(10, 1), 0, 0)
+    loader = TrainLoader(samples, order, BatchPlan(10, 1), 0, Tuning(0))
     seen = []
     for step in loader.steps(0, 2 * num_large // 10 + 1):
         arrays = step.micro_batches[0].arrays

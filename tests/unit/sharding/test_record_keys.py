@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.models.toy_task import ToyTask
+from helpers.splits import open_split
 from helpers.toy_data import shard_toy, toy_config
 
 from kftrain.core import storage
-from kftrain.data.dataset import ShardedDataset
 from kftrain.errors import ConfigError, DataError
 from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.sharding.sources import resolve_source
@@ -35,7 +35,7 @@ def rows_of(numbers) -> list[dict]:
 
 def texts(result, split: str) -> Counter:
     """How often each text is in a split."""
-    dataset = ShardedDataset.open(result.manifest_uri, split)
+    dataset = open_split(result.manifest_uri, split)
     arrays, groups = dataset.read_range(0, dataset.num_samples)
     return Counter(
         arrays["data"][groups == group].tobytes().rstrip(b"\0").decode() for group in range(dataset.num_groups)
@@ -43,7 +43,7 @@ def texts(result, split: str) -> Counter:
 
 
 def keys(result, split: str) -> list[str]:
-    return ShardedDataset.open(result.manifest_uri, split).group_keys()
+    return open_split(result.manifest_uri, split).group_keys()
 
 
 # -- content ---------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_records_of_a_group_are_on_one_side_and_one_unit_of_the_bootstrap(tmp_pa
     result = shard_toy(write_lines(tmp_path / "a.jsonl", rows), tmp_path / "root", group="patient")
     patients = [{f"p{int(text.split()[1]) % 25}" for text in texts(result, split)} for split in ("train", "validation")]
     assert patients[0].isdisjoint(patients[1]) and patients[1] and len(patients[0] | patients[1]) == 25
-    dataset = ShardedDataset.open(result.manifest_uri, "validation")
+    dataset = open_split(result.manifest_uri, "validation")
     arrays, _ = dataset.read_range(0, dataset.num_samples)
     assert len(set(arrays["cluster"].tolist())) == len(patients[1])
 

@@ -8,11 +8,11 @@ import fsspec
 import numpy as np
 import pytest
 from helpers.models.toy_task import ToyTask
+from helpers.splits import open_split
 from helpers.toy_data import flat_copy, shard_toy, text_folder
 
 from kftrain.core import storage
 from kftrain.data import dataset as datasets
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.shards import manifest as manifests
 from kftrain.errors import DataError
 
@@ -52,9 +52,9 @@ def expected_rows(manifest_uri: str, split: str) -> tuple[list[dict[str, np.ndar
 
 @pytest.mark.parametrize("place", ["local", "remote"])
 def test_random_rows_are_what_tarfile_finds(manifest_uri: str, remote_uri: str, place: str) -> None:
-    dataset = ShardedDataset.open(manifest_uri if place == "local" else remote_uri, "train")
+    dataset = open_split(manifest_uri if place == "local" else remote_uri, "train")
     shards, _ = expected_rows(manifest_uri, "train")
-    assert len(shards) >= 3 and dataset.samples_per_shard.tolist() == [len(shard["data"]) for shard in shards]
+    assert len(shards) >= 3 and np.diff(dataset._shard_starts).tolist() == [len(shard["data"]) for shard in shards]
     rng = np.random.default_rng(0)
     shard_ids = rng.integers(0, len(shards), 300)
     rows = np.array([rng.integers(0, len(shards[shard]["data"])) for shard in shard_ids])
@@ -68,7 +68,7 @@ def test_random_rows_are_what_tarfile_finds(manifest_uri: str, remote_uri: str, 
 
 @pytest.mark.parametrize("place", ["local", "remote"])
 def test_stored_order_gives_all_rows_with_their_groups_and_keys(manifest_uri: str, remote_uri: str, place: str) -> None:
-    dataset = ShardedDataset.open(manifest_uri if place == "local" else remote_uri, "validation")
+    dataset = open_split(manifest_uri if place == "local" else remote_uri, "validation")
     shards, keys = expected_rows(manifest_uri, "validation")
     parts = [
         dataset.read_range(start, min(start + 37, dataset.num_samples)) for start in range(0, dataset.num_samples, 37)
@@ -83,7 +83,7 @@ def test_stored_order_gives_all_rows_with_their_groups_and_keys(manifest_uri: st
 
 def test_few_open_shards_are_enough_for_many(manifest_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "MAX_OPEN_SHARDS", 1)
-    dataset = ShardedDataset.open(manifest_uri, "train")
+    dataset = open_split(manifest_uri, "train")
     whole, _ = dataset.read_range(0, dataset.num_samples)
     shards, _ = expected_rows(manifest_uri, "train")
     assert np.array_equal(whole["data"], np.concatenate([shard["data"] for shard in shards]))
@@ -91,8 +91,8 @@ def test_few_open_shards_are_enough_for_many(manifest_uri: str, monkeypatch: pyt
 
 
 def test_threads_may_read_at_the_same_time(manifest_uri: str) -> None:
-    dataset = ShardedDataset.open(manifest_uri, "train")
-    expected, _ = ShardedDataset.open(manifest_uri, "train").read_range(0, dataset.num_samples)
+    dataset = open_split(manifest_uri, "train")
+    expected, _ = open_split(manifest_uri, "train").read_range(0, dataset.num_samples)
     wrong: list[int] = []
 
     def read(start: int) -> None:
@@ -125,7 +125,7 @@ def test_a_damaged_file_is_named_when_it_is_opened(
     shards = flat_copy(manifest_uri, tmp_path / "shards")
     damage(shards / name)
     with pytest.raises(DataError, match=what):
-        ShardedDataset.open(str(shards / "manifest.json"), "train").read(np.array([0]))
+        open_split(str(shards / "manifest.json"), "train").read(np.array([0]))
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_an_index_that_points_outside_its_shard_is_refused_even_when_all_digests
     change(index)
     replace_index(shards, index)
     with pytest.raises(DataError, match="the index does not fit its shard"):
-        ShardedDataset.open(str(shards / "manifest.json"), "train").read(np.array([0]))
+        open_split(str(shards / "manifest.json"), "train").read(np.array([0]))
 
 
 def test_an_index_of_objects_is_not_unpickled(manifest_uri: str, tmp_path: Path) -> None:
     shards = flat_copy(manifest_uri, tmp_path / "shards")
     replace_index(shards, np.array([print], dtype=object))
     with pytest.raises(DataError, match="not an array"):
-        ShardedDataset.open(str(shards / "manifest.json"), "train").read(np.array([0]))
+        open_split(str(shards / "manifest.json"), "train").read(np.array([0]))
 
 
 def replace_index(shards: Path, index: np.ndarray) -> None:

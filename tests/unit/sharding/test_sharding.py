@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from helpers.fakes import full_disk
 from helpers.models.toy_task import ToyTask
+from helpers.splits import open_split
 from helpers.toy_data import shard_path, shard_toy, text_folder, toy_config
 
 from kftrain.core import storage
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Field, SampleSchema
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards import staging
@@ -26,7 +26,8 @@ from kftrain.tasks.settings import TaskConfig
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "seen.json"]  # that holds times
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_sharding_holds_every_record_once_in_its_split(source: Path, tmp_path: P
     texts = {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*.txt")}
     seen = {}
     for split in ("train", "validation"):
-        dataset = ShardedDataset.open(result.manifest_uri, split)
+        dataset = open_split(result.manifest_uri, split)
         arrays, groups = dataset.read_range(0, dataset.num_samples)
         for group, key in enumerate(dataset.group_keys()):
             rows = arrays["data"][groups == group].tobytes()
@@ -81,7 +82,7 @@ def test_the_manifest_tells_baselines_and_where_the_data_came_from(source: Path,
     result = shard_toy(source, tmp_path / "root")
     described = manifests.describe(result.manifest)
     assert described["source"] == str(source) and described["fields"] == {"data": "uint8 [8]", "length": "int64 []"}
-    held_out = ShardedDataset.open(result.manifest_uri, "validation").group_keys()
+    held_out = open_split(result.manifest_uri, "validation").group_keys()
     mean = np.mean([len((source / key).read_bytes()) for key in held_out])
     assert result.manifest.baselines == {"length": {"mean": mean}}
     written = storage.read_json(result.manifest_uri)["sample_schema"]
@@ -110,7 +111,7 @@ def test_added_data_is_sharded_and_moves_no_record_to_the_other_split(source: Pa
     after = shard_toy(source, tmp_path / "root")
     assert not after.reused and after.dataset_digest != before.dataset_digest
     for split in ("train", "validation"):
-        keys = [set(ShardedDataset.open(r.manifest_uri, split).group_keys()) for r in (before, after)]
+        keys = [set(open_split(r.manifest_uri, split).group_keys()) for r in (before, after)]
         assert keys[1] - keys[0] <= {"new.txt"} and keys[0] <= keys[1]
 
 
@@ -131,7 +132,7 @@ def test_damaged_shards_are_replaced_by_sharding_again(source: Path, tmp_path: P
     else:
         next((tmp_path / "root" / "shards" / "by-source").iterdir()).write_text("[]")
     second = shard_dataset(toy_config(source, tmp_path / "root"), ToyTask(), lines.append)
-    assert not second.reused and "cannot be used again" in lines[0]
+    assert not second.reused and any("cannot be used again" in line for line in lines)
     assert contents(folder) == whole
     assert shard_toy(source, tmp_path / "root").reused
 

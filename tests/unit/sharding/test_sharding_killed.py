@@ -49,6 +49,7 @@ def visible(root: Path) -> dict[str, bytes]:
         path.relative_to(shards).as_posix(): path.read_bytes()
         for path in sorted(shards.rglob("*"))
         if path.is_file()
+        and path.name != "seen.json"  # times
         and not path.relative_to(shards).parts[0].startswith(".tmp-")
         and not path.name.startswith(".tmp-")
     }

@@ -10,10 +10,10 @@ import fsspec
 import numpy as np
 import pytest
 from helpers.models.toy_task import ToyTask
+from helpers.splits import open_split
 from helpers.toy_data import shard_toy, toy_config
 from PIL import Image
 
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.settings import DataConfig
 from kftrain.errors import ConfigError, DataError, EmptyWindowError
 from kftrain.sharding import mixing
@@ -42,9 +42,7 @@ def write_day(folder: Path, day: int, num_files: int = 12) -> None:
 
 
 def keys_of(result: Any) -> set[str]:
-    return {
-        key for split in ("train", "validation") for key in ShardedDataset.open(result.manifest_uri, split).group_keys()
-    }
+    return {key for split in ("train", "validation") for key in open_split(result.manifest_uri, split).group_keys()}
 
 
 @pytest.fixture

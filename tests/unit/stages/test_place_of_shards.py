@@ -7,6 +7,7 @@ from kftrain import trust
 from kftrain.core import storage
 from kftrain.data.shards import manifest
 from kftrain.errors import DataError
+from kftrain.tasks import run_dataset
 from kftrain.tasks.run_dataset import read_dataset
 from kftrain.train import reading
 from kftrain.trust import read_shards
@@ -31,8 +32,8 @@ ELSEWHERE += ["simplecache::s3://other/manifest.json", "{root}/../manifest.json"
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_a_manifest_elsewhere_is_refused_before_it_is_asked_for(named, place, tmp_path, monkeypatch):
     paths, config = named(place.replace("{root}", f"{tmp_path}/store"))
-    for reader in (manifest, reading):
-        monkeypatch.setattr(reader, "read_manifest", lambda uri: pytest.fail(f"{uri} is read"))
+    for reader in (manifest, run_dataset):
+        monkeypatch.setattr(reader, "read_manifest", lambda uri, *given: pytest.fail(f"{uri} is read"))
     for read in (read_shards, read_dataset, lambda paths: reading.read_training(paths, config)):
         with pytest.raises(DataError, match="outside of the run's storage root") as caught:
             read(paths)

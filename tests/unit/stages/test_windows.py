@@ -85,7 +85,7 @@ def test_new_and_old_data_are_mixed_by_weight_and_nothing_old_is_encoded_again(t
     assert not encoded
     assert days_of(uri, "train") == {"new": {5}, "replay": {2, 3, 4}} == days_of(uri, "validation")
     samples, order = open_training_split(uri, read_manifest(uri), resolved)
-    components = np.concatenate([order.split(np.arange(start, start + 300))[0] for start in (0, 3000)])
+    components = np.concatenate([order.phases.split(np.arange(start, start + 300))[0] for start in (0, 3000)])
     assert Counter(components.tolist()) == {0: 400, 1: 200}, "two new ones for each one from before"
     assert samples.num_samples > 0
     identity = resolved.training_identity("d")

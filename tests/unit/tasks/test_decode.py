@@ -5,14 +5,15 @@ import pandas
 import pytest
 import torch
 from helpers import in_process
+from helpers.splits import open_split
 from helpers.toy_data import shard_toy, text_folder
 from torch import nn
 
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Decoding, Generators, wrap_decode
-from kftrain.data.loader import TrainLoader, Workers
+from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.schema import Field, SampleSchema
+from kftrain.data.tuning import Tuning
 from kftrain.errors import DataError, UserCodeError
 from kftrain.evaluate import examples
 from kftrain.evaluate.score import score
@@ -50,14 +51,14 @@ class First(nn.Module):
 
 def loaded(shards, num_ranks, task, first_step=0, num_steps=12, num_workers=0):
     """Rows of each position."""
-    dataset = ShardedDataset.open(shards.manifest_uri, "train")
+    dataset = open_split(shards.manifest_uri, "train")
     order = TrainingOrder(dataset.num_samples, 0, 8, 2)
     plan, decoding = BatchPlan(4, num_ranks), Decoding(wrap_decode(task), SEED)
     found = {}
     for rank in range(num_ranks):
-        for batch in TrainLoader(dataset, order, plan, rank, 2, decoding=decoding, workers=Workers(num_workers)).steps(
-            first_step, num_steps
-        ):
+        for batch in TrainLoader(
+            dataset, order, plan, rank, Tuning(2, num_workers, max(1, num_workers)), decoding=decoding
+        ).steps(first_step, num_steps):
             positions = (batch.first_sample + plan.offsets(rank)).ravel()
             rows = np.concatenate([micro.arrays["data"] for micro in batch.micro_batches])
             found.update(zip(positions.tolist(), rows, strict=True))
@@ -84,7 +85,7 @@ def test_a_sample_is_decoded_alike_on_any_number_of_processes_and_after_a_restar
 
 
 def test_evaluation_examples_and_predict_decode_without_random_numbers(shards, monkeypatch):
-    task, dataset = Noisy(), ShardedDataset.open(shards.manifest_uri, "validation")
+    task, dataset = Noisy(), open_split(shards.manifest_uri, "validation")
     arrays, _ = dataset.read_range(0, dataset.num_samples)
     expected = arrays["data"][:, 0] * 2.0
     with in_process.world(monkeypatch) as world:
@@ -112,6 +113,6 @@ def test_a_validation_sample_that_cannot_be_decoded_is_named_with_shard_and_key(
         def decode(self, sample, generator):
             raise DataError("damaged")
 
-    dataset = ShardedDataset.open(shards.manifest_uri, "validation")
+    dataset = open_split(shards.manifest_uri, "validation")
     with in_process.world(monkeypatch) as world, pytest.raises(DataError, match=r"validation-\d+\.tar, \S+: damaged"):
         score(First(), Refusing(), dataset, Mesh.of_copies(world), batch_size=3)

@@ -12,14 +12,15 @@ import pytest
 import torch
 from helpers import in_process
 from helpers.source_checks import Sharded
+from helpers.splits import open_split
 from PIL import Image, ImageOps
 
 from kftrain.data import images
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Decoding, wrap_decode
 from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan
 from kftrain.data.schema import Record
+from kftrain.data.tuning import Tuning
 from kftrain.errors import ConfigError, DataError
 from kftrain.evaluate import examples
 from kftrain.evaluate.score import score
@@ -289,9 +290,9 @@ def test_what_cannot_be_decoded_is_named_with_shard_and_key(tmp_path, monkeypatc
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(smooth(30, 40), "JPEG")[:-20])
     uri = Sharded(tmp_path / "in", tmp_path / "root", build()).result.manifest_uri
-    train, validation = (ShardedDataset.open(uri, split) for split in ("train", "validation"))
+    train, validation = (open_split(uri, split) for split in ("train", "validation"))
     order = SimpleNamespace(num_samples=train.num_samples, locate=lambda positions: positions % train.num_samples)
-    loader = TrainLoader(train, order, BatchPlan(4, 1), 0, 0, decoding=Decoding(wrap_decode(build()), 0))
+    loader = TrainLoader(train, order, BatchPlan(4, 1), 0, Tuning(0), decoding=Decoding(wrap_decode(build()), 0))
     said = r"-000000\.tar, [ab]/\d+\.jpg: the image cannot be decoded: image file is truncated"
     with pytest.raises(DataError, match="train" + said):
         next(loader.steps(0, 1))
@@ -308,7 +309,7 @@ def test_what_cannot_be_decoded_is_named_with_shard_and_key(tmp_path, monkeypatc
 def test_reports_show_what_the_model_has_seen(folder, tmp_path):
     source, written = folder
     task = build()
-    dataset = ShardedDataset.open(Sharded(source, tmp_path / "root", task).result.manifest_uri, "validation")
+    dataset = open_split(Sharded(source, tmp_path / "root", task).result.manifest_uri, "validation")
     model = VisionTransformer(**task.model_arguments(), dim=16, num_layers=1, num_heads=2)
     shown = examples.show_examples(task, model, dataset, [0, 2], 1, torch.device("cpu"))
     keys = dataset.group_keys()

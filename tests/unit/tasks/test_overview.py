@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.models.toy_task import ToyTask
+from helpers.splits import open_split
 from helpers.toy_data import shard_toy, text_folder
 from PIL import Image
 
 from kftrain.core import storage
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import BYTES, Field, SampleSchema
 from kftrain.errors import UserCodeError
 from kftrain.tasks.overview import OVERVIEW_NAME, write_overview
@@ -34,7 +34,7 @@ def test_samples_of_both_splits_are_those_that_are_stored(sharded):
     found = write_overview(Texts(), result.manifest_uri, result.manifest)
     assert [each["split"] for each in found["examples"]] == ["train"] * 8 + ["validation"] * 4
     for split in ("train", "validation"):
-        keys = ShardedDataset.open(result.manifest_uri, split).group_keys()
+        keys = open_split(result.manifest_uri, split).group_keys()
         shown = [each["key"] for each in found["examples"] if each["split"] == split]
         assert shown == [keys[number * len(keys) // len(shown)] for number in range(len(shown))]
     for each in found["examples"]:

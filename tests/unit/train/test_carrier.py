@@ -14,6 +14,7 @@ from helpers.models import odd as odd_models
 
 from kftrain.data.loader import MicroBatch, TrainLoader
 from kftrain.data.order import BatchPlan
+from kftrain.data.tuning import Tuning
 from kftrain.errors import UserCodeError
 from kftrain.train import probe
 from kftrain.train.step import Carrier, compute_loss_sum, receive_tensors
@@ -71,7 +72,7 @@ class FakeStreams:
 def test_tensors_are_copied_aside_in_the_loaders_thread_and_waited_for_where_they_are_used(prefetch):
     streams, task = FakeStreams(), Rows()
     loader = TrainLoader(
-        *(InMemory(), Shuffled(), BatchPlan(6, 1, 3), 0, prefetch),
+        *(InMemory(), Shuffled(), BatchPlan(6, 1, 3), 0, Tuning(prefetch)),
         count_terms=lambda micro: task.count_terms(micro.arrays) * micro.weight,
         decoding=decoding("augment"),
         send=Carrier(task, streams).send,
@@ -110,7 +111,7 @@ def test_what_the_task_raises_in_the_background_is_its_error_in_the_consumer():
         def batch(self, arrays):
             raise ValueError("no batch")
 
-    loader = TrainLoader(InMemory(), Shuffled(), BatchPlan(6, 1), 0, 2, send=Carrier(Broken(), None).send)
+    loader = TrainLoader(InMemory(), Shuffled(), BatchPlan(6, 1), 0, Tuning(2), send=Carrier(Broken(), None).send)
     with pytest.raises(UserCodeError, match=r"task\.batch: ValueError: no batch"):
         next(loader.steps(0, 1))
 

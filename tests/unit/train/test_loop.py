@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kftrain import config
+from kftrain.data.counters import Counters
 from kftrain.data.decoding import BadSample
-from kftrain.data.loader import Counters
 from kftrain.errors import CheckpointError, DataError, DivergedError, Preempted, StorageError
 from kftrain.parallel.distributed import Part
 from kftrain.run.selection import BestEvaluation
@@ -312,7 +312,7 @@ def test_the_next_step_is_agreed_on_within_a_step_in_one_exchange(make):
     fakes, sums = Fakes(), []
     fakes.sum = lambda values: sums.append(len(values)) or values
     make(fakes, "train.log_interval_steps=100").run(0)
-    assert sums == [6, *[6 + 2] * 10, 1, 5], "one before the first step, one in each, two for the numbers at the end"
+    assert sums == [6, *[6 + 2] * 10, 1, 22], "one before the first step, one in each, two for the numbers at the end"
 
 
 def test_a_checkpoint_of_parts_that_the_engine_does_not_know_is_refused_before_it_is_read(make, monkeypatch):

@@ -48,6 +48,15 @@ def test_what_waiting_for_data_costs_goes_to_log_and_tracker_alone(capsys, monke
         assert shown in capsys.readouterr().out and not any("data" in name for name in mine.history[-1])
 
 
+def test_the_log_shows_what_is_worth_a_look():
+    quiet = {"data_stall_share": 0.001, "storage_retries": 0.0, "disk_used_share": 0.3, "memory_bytes": 5e8}
+    assert recorder.format_costs(quiet) == ""
+    busy = {"gpu_use_share": 0.87, "gpu_memory_share": 0.4, "storage_retries": 3.0, "data_cache_hit_share": 0.92}
+    assert recorder.format_costs({**busy, "disk_used_share": 0.91, "memory_bytes": 6.25e9, "data_bytes": 1.0}) == (
+        ", 92% from the cache, 3 retries, GPU 87%, GPU memory 40%, 6.2 GB, disk 91% full"
+    )
+
+
 def test_a_resumed_history_goes_on_in_time():
     mine = Recorder([{"step": 5, "loss": 1.0, "seconds": 100.0}], None, num_steps=10)
     mine.record(6, {"loss": 0.9}, num_steps=1, num_samples=1)

@@ -9,10 +9,10 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from helpers.splits import open_split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import BYTES, Block, Field, SampleSchema
 from kftrain.data.shards.manifest import (
     Manifest,
@@ -113,7 +113,7 @@ def test_stock_webdataset_reads_them(manifest_uri: str) -> None:
 
 @pytest.mark.parametrize("place", ["local", "remote"])
 def test_any_samples_are_read_in_any_order(manifest_uri: str, remote_uri: str, place: str) -> None:
-    dataset = ShardedDataset.open(manifest_uri if place == "local" else remote_uri, "train")
+    dataset = open_split(manifest_uri if place == "local" else remote_uri, "train")
     chosen = np.random.default_rng(0).integers(0, len(BLOCKS), 200)
     found = dataset.read(chosen)
     for name in ("image", "mask"):
@@ -123,13 +123,13 @@ def test_any_samples_are_read_in_any_order(manifest_uri: str, remote_uri: str, p
 
 
 def test_sizes_come_from_the_index(manifest_uri: str) -> None:
-    dataset = ShardedDataset.open(manifest_uri, "train")
+    dataset = open_split(manifest_uri, "train")
     expected = [8 + len(each.arrays["image"][0]) + len(each.arrays["mask"][0]) for each in BLOCKS]
     assert dataset.sample_bytes(np.arange(len(BLOCKS))[::-1]).tolist() == expected[::-1]
 
 
 def test_keys_and_groups_are_those_of_the_samples(manifest_uri: str) -> None:
-    dataset = ShardedDataset.open(manifest_uri, "validation")
+    dataset = open_split(manifest_uri, "validation")
     assert dataset.group_keys() == [each.key for each in BLOCKS]
     assert dataset.group_of(np.arange(60)).tolist() == list(range(60))
     verify_shards(manifest_uri, read_manifest(manifest_uri))
@@ -142,7 +142,7 @@ def test_any_content_comes_back(tmp_path_factory: pytest.TempPathFactory, conten
     schema = SampleSchema((Field("text", BYTES, extensions=("txt",)),))
     blocks = [Block(f"k{number}", {"text": files(content)}) for number, content in enumerate(contents)]
     uri = write_dataset(tmp_path_factory.mktemp("any"), blocks, schema, 1 << 12)
-    found = ShardedDataset.open(uri, "train").read(np.arange(len(contents)))["text"]
+    found = open_split(uri, "train").read(np.arange(len(contents)))["text"]
     assert [bytes(each) for each in found] == contents
 
 
@@ -197,7 +197,7 @@ def test_an_index_that_leaves_its_shard_is_refused_even_when_all_digests_fit(tmp
     change(index)
     replace_indexes(uri, {"train-000000.tar": index})
     with pytest.raises(DataError, match="the index does not fit its shard"):
-        ShardedDataset.open(uri, "train").read(np.array([0]))
+        open_split(uri, "train").read(np.array([0]))
 
 
 def replace_indexes(uri: str, indexes: dict[str, np.ndarray]) -> None:

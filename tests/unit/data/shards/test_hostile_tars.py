@@ -16,6 +16,7 @@ from kftrain.errors import DataError
 
 READ_UNDER_A_LIMIT = """
 import resource, sys
+from pathlib import Path
 import numpy as np
 from kftrain.data.settings import DataConfig
 from kftrain.sharding.sources import resolve_source
@@ -28,7 +29,7 @@ resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]),) * 2)
 for source in opened:
     try:
         (file,) = source.entries()
-        found = scan.scan(file, file.uri + ".npy", None, lambda key: False)
+        found = scan.scan(file, Path(file.uri + ".npy"), None, lambda key: False)
         adopted = len(np.load(file.uri + ".npy"))
     except DataError as error:
         adopted = error.line

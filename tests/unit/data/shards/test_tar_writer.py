@@ -8,10 +8,10 @@ import pytest
 
 from kftrain.data.schema import BYTES, Block, Field, SampleSchema
 from kftrain.data.shards import tar_writer
-from kftrain.data.shards.tar_writer import CHUNK_BYTES, TarWriter, member_header, padding
+from kftrain.data.shards.tar_writer import HASHED_BYTES, TarWriter, member_header, padding
 from kftrain.data.shards.writer import SplitWriter
 
-SIZES = (0, 1, 511, 512, CHUNK_BYTES - 1536, CHUNK_BYTES - 512, CHUNK_BYTES, 3 * CHUNK_BYTES + 7, 20)
+SIZES = (0, 1, 511, 512, HASHED_BYTES - 1536, HASHED_BYTES - 512, HASHED_BYTES, 3 * HASHED_BYTES + 7, 20)
 
 
 @pytest.mark.parametrize("hash_in_line", [False, True])
@@ -21,8 +21,12 @@ def test_members_of_any_length_come_back_and_the_digest_is_the_files(tmp_path, h
         for number, content in enumerate(contents):
             parts = [member_header(b"", b"%d.bin" % number, len(content)), content, padding(len(content))]
             writer.append(parts, sum(map(len, parts)))
-        digest = writer.finish()
-    assert digest == hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest()
+        digest, table = writer.finish()
+    written = (tmp_path / "a.tar").read_bytes()
+    assert digest == hashlib.sha256(written).hexdigest()
+    assert table == b"".join(
+        hashlib.sha256(written[at : at + 192 * 1024]).digest() for at in range(0, len(written), 192 * 1024)
+    )
     assert writer.num_bytes == (tmp_path / "a.tar").stat().st_size
     with tarfile.open(tmp_path / "a.tar") as archive:
         assert [archive.extractfile(member).read() for member in archive] == contents
@@ -53,10 +57,10 @@ def test_an_array_may_be_changed_once_its_block_is_written(tmp_path):
 def test_a_large_member_takes_no_more_memory_than_the_buffers(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(tar_writer._Hasher, "update", lambda self, buffer, view: seen.append(len(buffer.getvalue())))
-    monkeypatch.setattr(tar_writer._Hasher, "free_buffer", lambda self: tar_writer.io.BytesIO(bytes(CHUNK_BYTES)))
-    content = np.zeros(10 * CHUNK_BYTES, np.uint8)
+    monkeypatch.setattr(tar_writer._Hasher, "free_buffer", lambda self: tar_writer.io.BytesIO(bytes(HASHED_BYTES)))
+    content = np.zeros(10 * HASHED_BYTES, np.uint8)
     with TarWriter(tmp_path / "a.tar", hash_in_line=True) as writer:
         parts = [member_header(b"", b"x.bin", content.nbytes), content.data]
         writer.append(parts, 512 + content.nbytes)
         writer.finish()
-    assert set(seen) == {CHUNK_BYTES}
+    assert set(seen) == {HASHED_BYTES}

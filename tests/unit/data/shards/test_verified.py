@@ -11,9 +11,9 @@ import pytest
 from kftrain.core import remote, storage
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards import verified
-from kftrain.data.shards.cache import make_first_use
-from kftrain.data.shards.verified import File, FirstUse, Memory, make_node_folder
+from kftrain.data.shards.verified import File, FirstUse, Memory, make_first_use
 from kftrain.errors import DataError, StorageError
+from kftrain.process.machine import make_node_folder
 
 
 @pytest.fixture

@@ -2,17 +2,20 @@
 
 import os
 
+import numpy as np
 import pytest
 import s3fs
 from helpers.fakes.bad_server import PAGE, BadServer
+from helpers.remote_shards import forget_tables
+from helpers.splits import open_split
 from helpers.toy_data import flat_copy, shard_toy, text_folder
 
 import kftrain
 from kftrain.core import outages, storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.settings import DataConfig
-from kftrain.data.shards.cache import make_first_use
 from kftrain.data.shards.manifest import read_manifest, shard_uri
+from kftrain.data.shards.verified import make_first_use
 from kftrain.data.shards.verify import verify_shards
 from kftrain.errors import DataError, StorageError
 
@@ -20,10 +23,13 @@ MANIFEST_URI = "s3://bucket/shards/manifest.json"
 TAR, INDEX = "/bucket/shards/train-000000.tar", "/bucket/shards/train-000000.index.npy"
 
 
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
+@pytest.fixture(scope="module", params=["tables", "no tables"])
+def objects(request, tmp_path_factory):
+    """A dataset, and the same as a release before wrote it."""
     folder = tmp_path_factory.mktemp("sharded")
     flat = flat_copy(shard_toy(text_folder(folder / "texts", 100), folder / "root").manifest_uri, folder / "flat")
+    if request.param == "no tables":
+        forget_tables(flat)
     return {f"/bucket/shards/{path.name}": path.read_bytes() for path in flat.iterdir()}
 
 
@@ -46,7 +52,7 @@ def server(objects, monkeypatch, tmp_path):
 def cached(manifest, tmp_path):
     data = DataConfig(cache_dir=str(tmp_path), cache_bytes=1 << 30)
     first_use = make_first_use(data, manifest.dataset_digest)
-    ShardedDataset(MANIFEST_URI, manifest, "train", first_use)._open_shard(0)
+    ShardedDataset(MANIFEST_URI, manifest, "train", first_use).read(np.arange(5))
     first_use.require_verified()
 
 
@@ -70,7 +76,7 @@ READINGS = {
 )
 def test_a_page_or_a_shortened_body_asks_for_another_attempt(server, tmp_path, monkeypatch, reading, plan, came):
     manifest = read_manifest(MANIFEST_URI)
-    monkeypatch.setattr("kftrain.data.shards.manifest.read_manifest", lambda uri: manifest)
+    monkeypatch.setattr("kftrain.data.shards.manifest.read_manifest", lambda uri, *given: manifest)
     server.plan |= plan
     with pytest.raises(StorageError, match=f"s3://bucket/shards/train-000000.*{came}") as caught:
         reading(manifest, tmp_path)
@@ -78,20 +84,30 @@ def test_a_page_or_a_shortened_body_asks_for_another_attempt(server, tmp_path, m
 
 
 def test_an_ignored_range_asks_for_another_attempt(server):
-    dataset = ShardedDataset.open(MANIFEST_URI, "train")
-    dataset.read_range(0, 1)
+    dataset = open_split(MANIFEST_URI, "train")
+    dataset._open_shard(0)
+    server.objects[TAR] += b"more than there should be"
     server.plan["GET"] = "whole"
     with pytest.raises(StorageError, match=rf"{TAR[7:]}.*{len(server.objects[TAR])} bytes came instead of") as caught:
-        dataset.read_range(0, 5)
+        dataset.read(np.arange(5))
     assert caught.value.exit_code == 138
 
 
-@pytest.mark.parametrize("before", [0, 1, 2], ids=["of the index", "of the shard", "of what was hashed"])
+@pytest.mark.parametrize("before", [0, 1], ids=["of the shard", "of what was hashed"])
 def test_a_page_that_comes_once_in_place_of_a_size_costs_nothing(server, before):
     answers = iter([*["answer"] * before, "page"])
     dataset = kftrain.open_dataset(MANIFEST_URI)
     server.plan |= {"HEAD": lambda: next(answers, "answer"), "LIST": "answer"}
-    assert len(list(dataset)) == len(dataset) and next(answers, None) is None
+    has_tables = any(path.endswith(".blocks") for path in server.objects)
+    assert len(list(dataset)) == len(dataset) and (next(answers, None) is None) is not has_tables
+
+
+def test_where_tables_are_nobody_asks_for_a_size(server, objects):
+    manifest = read_manifest(MANIFEST_URI)
+    server.requests.clear()
+    ShardedDataset(MANIFEST_URI, manifest, "train").read(np.arange(20))
+    has_tables = any(path.endswith(".blocks") for path in objects)
+    assert any(method == "HEAD" for method, _ in server.requests) is not has_tables
 
 
 @pytest.mark.parametrize("name", [TAR, INDEX])
@@ -119,13 +135,14 @@ def test_an_object_of_another_size_is_a_data_error_still(server, tmp_path, readi
 def test_no_sample_of_a_range_that_a_proxy_shifts_is_given(server, objects, tmp_path):
     """Where it is shifted once the shard is read again; where it is another one each time the attempt is."""
     manifest = read_manifest(MANIFEST_URI)
-    answers = iter(["answer", "shifted"])  # the index is whole, the shard is not
+    small = ["answer"] * (2 if manifest.splits["train"].shards[0].blocks_sha256 else 1)  # the index, and the table
+    answers = iter([*small, "shifted"])
     uri = shard_uri(MANIFEST_URI, manifest.splits["train"].shards[0])
     dataset = kftrain.open_dataset(MANIFEST_URI)
     server.plan["GET"] = lambda: next(answers, "answer")
     assert len(list(dataset)) == len(dataset) and next(answers, None) is None
     server.objects[TAR] = objects[TAR][::-1]
-    answers = iter(["answer", "answer", "shifted"])  # the manifest and the index are whole
+    answers = iter(["answer", *small, "shifted"])  # the manifest is whole, too
     (tmp_path / f"kftrain-{os.getuid()}").rename(tmp_path / "forgotten")
     with pytest.raises(
         StorageError, match=f"{uri}: something else answers for its store, or now and then: its content"

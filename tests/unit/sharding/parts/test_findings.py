@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.models.toy_task import ToyTask
+from helpers.splits import open_split
 from helpers.toy_data import shard_toy, toy_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,12 +26,9 @@ def write(folder: Path, texts: dict[str, str]) -> Path:
 
 
 def splits_of(result) -> dict[str, str]:
-    from kftrain.data.dataset import ShardedDataset
 
     return {
-        key: split
-        for split in ("train", "validation")
-        for key in ShardedDataset.open(result.manifest_uri, split).group_keys()
+        key: split for split in ("train", "validation") for key in open_split(result.manifest_uri, split).group_keys()
     }
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import s3fs
 from helpers.fakes.object_store import BUCKET, ObjectStore
 from helpers.source_checks import Sharded, reading_memory, records, resolve, texts
 from PIL import Image
 
+from kftrain.core.remote import RemotePath
 from kftrain.data.schema import Record
 from kftrain.errors import ConfigError, DataError
 from kftrain.sharding.sources import parquet, tables
@@ -228,13 +228,13 @@ def test_a_folder_in_an_object_store_is_read_in_ranges(tmp_path: Path, monkeypat
     monkeypatch.setattr(parquet, "READ_BYTES", 3 << 20)
     try:
         fsspec.filesystem("s3", skip_instance_cache=True).put_file(str(path), f"{BUCKET}/tables/a.parquet")
-        fetched, fetch = [], s3fs.S3FileSystem._cat_file
+        fetched, fetch = [], RemotePath.read_range
 
-        async def counting(self: s3fs.S3FileSystem, path: str, start: int, end: int) -> bytes:
-            fetched.append(end - start)
-            return await fetch(self, path, start=start, end=end)
+        def counting(self: RemotePath, start: int, stop: int, least: int | None = None) -> bytes:
+            fetched.append(stop - start)
+            return fetch(self, start, stop, least)
 
-        monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", counting)
+        monkeypatch.setattr(RemotePath, "read_range", counting)
         assert records(f"s3://{BUCKET}/tables") == records(tmp_path)
         assert len(fetched) > 6 and sum(fetched) < 1.1 * path.stat().st_size
     finally:

@@ -1,0 +1,69 @@
+"""The Job of Kubernetes itself, with `completionMode: Indexed`: pods that do not meet, each with a share of its own.
+
+Jobs know no `ExitCode` policy, so a rule says the same: an error that is permanent ends the job at once, a pod that was
+taken away does not count, and any other one gets a successor. How often, is for the launcher to say; the limit here
+only ends a job without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from kftrain.config import Config
+from kftrain.errors import FIRST_RETRYABLE_CODE
+from kftrain.launch.kubernetes import pod
+from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED, Kind, Object
+from kftrain.launch.spec import WORKER, JobSpec
+
+
+class IndexedJob(Kind):
+    """The kind of job of tasks whose nodes do not meet, `batch/v1`."""
+
+    name = "Job"
+    group = "batch"
+    version = "v1"
+    plural = "jobs"
+    operator = "job controller"
+    creation_failures = frozenset(("FailedCreate",))
+    install = "use Kubernetes 1.28 or later"
+    job_name_label = "batch.kubernetes.io/job-name"
+    index_label = "batch.kubernetes.io/job-completion-index"
+    condition_names: ClassVar = {"Complete": SUCCEEDED, "Failed": FAILED, "Suspended": SUSPENDED}
+
+    def build_specification(self, spec: JobSpec, config: Config) -> Object:
+        """Build the `spec`; its pods need no GPU: see `Kind.build_specification`."""
+        settings = config.launch.kubernetes.model_copy(update={"gpus_per_node": 0})
+        template = pod.build_template(self, spec, spec.workers, settings)
+        template["spec"]["restartPolicy"] = "Never"
+        num_pods = spec.workers.replicas
+        permanent = {"containerName": self.container, "operator": "In", "values": list(range(1, FIRST_RETRYABLE_CODE))}
+        return {
+            "completionMode": "Indexed",
+            "completions": num_pods,
+            "parallelism": num_pods,
+            "backoffLimit": num_pods * (config.launch.max_restarts_without_progress + 1),
+            "podFailurePolicy": {
+                "rules": [
+                    {"action": "FailJob", "onExitCodes": permanent},
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
+            **({"suspend": True} if settings.queue else {}),  # the queue lets it go
+            "template": template,
+        }
+
+    def build_address(self, spec: JobSpec) -> str:
+        """Return nothing, since the pods do not meet: see `Kind.build_address`."""
+        return ""
+
+    def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
+        """Return the number of pods: see `Kind.count_replicas`."""
+        return {WORKER: job["spec"].get("completions") or 1}
+
+    def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+        """Return the one template: see `Kind.list_pod_templates`."""
+        return [job["spec"]["template"]]
+
+
+KIND = IndexedJob()
