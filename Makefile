@@ -19,9 +19,12 @@ E2E ?= tests/e2e -m "not full"
 ROUNDS ?= 5
 SCALE ?= 1
 ROWS ?=
+# Of make scale.
+NODES ?=
+SIMULATED ?=
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train compile images lock e2e e2e-full clean
+.PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train scale compile images lock e2e e2e-full clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model, compare its versions; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -69,6 +72,10 @@ bench-train: $(VENV)/.ready .bench-train/.ready  ## the training loop against it
 	$(BIN)/uv pip install --quiet --python .bench-train/bin/python --overrides .bench-train/overrides.txt -r benchmarks/train/peers.txt \
 	  torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')
 	touch $@
+
+# NODES="1 8" and SIMULATED=8 make it shorter.
+scale: $(VENV)/.ready  ## the laws of scale: what 1, 8, 64 and 1,000 simulated nodes ask of an object store, counted
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py $(if $(NODES),--nodes $(NODES)) $(if $(SIMULATED),--simulated $(SIMULATED))
 
 compile: $(VENV)/.ready
 	$(BIN)/kftrain compile -o pipeline.yaml

@@ -1,6 +1,6 @@
 """The samples of the data benchmarks: some hundred different ones in turn. Needs numpy alone, but to make images.
 
-`images`: a JPEG of about 20 KB and a label. `tokens`: 2,048 of uint16, that is 4 KB.
+`images`: a JPEG of about 20 KB and a label. `tokens`: 2,048 of uint16, that is 4 KB. `packed`: 32 of these in a member.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import io
 import itertools
 import tarfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-NUM_SAMPLES = {"images": 20_000, "tokens": 40_000}
+NUM_SAMPLES = {"images": 20_000, "tokens": 40_000, "packed": 40_000}
 SEQUENCE_LENGTH = 2048
+PACKED = 32
+"""Sequences of a member: 64 Ki tokens, as kftrain packs them."""
 NUM_DISTINCT = 200
 IMAGE_SIZE = 224
 """Pixels of a side, decoded."""
@@ -49,6 +51,14 @@ def tokens() -> np.ndarray:
     """The different sequences, uint16 `[sequences, 2048]`."""
     shape = (4 * NUM_DISTINCT, SEQUENCE_LENGTH)
     return np.random.default_rng(0).integers(0, 50_000, shape).astype(np.uint16)
+
+
+def packed_tokens(num_samples: int) -> Iterator[np.ndarray]:
+    """The same, so many in all, packed: uint16 `[sequences * 2048]` each."""
+    sequences = tokens()
+    for start in range(0, num_samples, PACKED):
+        first = start % len(sequences)
+        yield sequences[first : first + min(PACKED, num_samples - start)].reshape(-1)
 
 
 def key(number: int) -> str:

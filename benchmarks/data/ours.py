@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import hashlib
 import io
 import multiprocessing
+import os
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +21,20 @@ import fresh_process
 import numpy as np
 from fresh_process import Work
 
-from kftrain.core.storage import publish_json
 from kftrain.data import images
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Decoding
-from kftrain.data.loader import TrainLoader, Workers
+from kftrain.data.lanes import Lanes
+from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.schema import BYTES, Arrays, Block, Field, SampleSchema, Window
-from kftrain.data.shards.manifest import Manifest, Split, content_digest
+from kftrain.data.shards.manifest import Manifest, Split, content_digest, publish_manifest, read_manifest
+from kftrain.data.shards.verified import FirstUse, Memory
 from kftrain.data.shards.writer import SplitWriter
+from kftrain.data.tuning import Kind, Tuning
 from kftrain.data.windows import TokenWindows, cut_windows
+from kftrain.data.worker_processes import WorkerCommand, decode_rows
+from kftrain.process.child import receive
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +43,6 @@ SCHEMAS = {
     "images": SampleSchema((Field("image", BYTES, (), ("jpg",)), Field("label", "int64"))),
     "tokens": SampleSchema((Field("tokens", "uint16"),)),
 }
-ROWS_PER_BLOCK = 32
-"""Sequences of 4 KB: 64 Ki tokens, as the product packs them."""
 SETTINGS = {"shuffle_range_samples": 1024, "shuffle_window_ranges": 64, "prefetch_batches": 2}
 """As a configuration has them by default."""
 
@@ -50,11 +56,8 @@ def blocks(kind: str, folder: Path, num_samples: int) -> Iterator[Block]:
             arrays = {"image": images[number % len(images)], "label": labels[number % 10 :][:1]}
             yield Block(content.key(number), arrays)
         return
-    tokens = content.tokens()
-    for start in range(0, num_samples, ROWS_PER_BLOCK):
-        first = start % len(tokens)
-        rows = tokens[first : first + min(ROWS_PER_BLOCK, num_samples - start)]
-        yield Block(content.key(start), {"tokens": rows.reshape(-1)})
+    for number, rows in enumerate(content.packed_tokens(num_samples)):
+        yield Block(content.key(number * content.PACKED), {"tokens": rows})
 
 
 def write(kind: str, arguments: argparse.Namespace) -> Work:
@@ -70,16 +73,19 @@ def write(kind: str, arguments: argparse.Namespace) -> Work:
     return Work(arguments.samples, run, lambda: content.tar_checksum(out), lambda: float(folder_bytes(out)))
 
 
-def write_limit(kind: str, arguments: argparse.Namespace) -> Work:
-    """One write() of bytes that exist, a chunk of them again and again."""
+def write_limit(kind: str, is_hashed: bool, arguments: argparse.Namespace) -> Work:
+    """One write() of bytes that exist, a chunk of them again and again; `is_hashed`: and their sha256."""
     one = b"".join(content.images(Path(arguments.folder))) if kind == "images" else content.tokens().tobytes()
     num_distinct = content.NUM_DISTINCT * (1 if kind == "images" else 4)
     path = Path(arguments.out) / "bytes"
 
     def run() -> None:
+        digest = hashlib.sha256()
         with path.open("wb", buffering=0) as stream:
             for _ in range(arguments.samples // num_distinct):
                 stream.write(one)
+                if is_hashed:
+                    digest.update(one)
 
     return Work(arguments.samples // num_distinct * num_distinct, run, lambda: path.stat().st_size)
 
@@ -102,7 +108,7 @@ def dataset(kind: str, folder: Path, num_samples: int, shard_size_bytes: int = c
         source_listing_digest="",
         baselines={},
     )
-    publish_json(str(folder / "manifest.json"), manifest.to_dict())
+    publish_manifest(str(folder / "manifest.json"), manifest)
 
 
 def adopt(shards: Path, into: Path) -> None:
@@ -124,19 +130,21 @@ def adopt(shards: Path, into: Path) -> None:
 def opened(folder: Path) -> ShardedDataset | TokenWindows:
     """Its training split: images, or a stream of tokens cut into samples."""
     window = Window(content.SEQUENCE_LENGTH, content.SEQUENCE_LENGTH, {"tokens": 0})
-    return cut_windows(ShardedDataset.open(str(folder / "manifest.json"), "train"), window)
+    uri = str(folder / "manifest.json")
+    return cut_windows(ShardedDataset(uri, read_manifest(uri), "train"), window)
 
 
 def order_of(samples: ShardedDataset | TokenWindows) -> TrainingOrder:
     """The training order with the default settings."""
-    return TrainingOrder(samples.num_samples, 0, SETTINGS["shuffle_range_samples"], SETTINGS["shuffle_window_ranges"])
+    sizes = (SETTINGS["shuffle_range_samples"], SETTINGS["shuffle_window_ranges"])
+    return TrainingOrder(samples.num_samples, 0, *sizes, lanes=Lanes(64, content.BATCH_SIZE, sizes[0]))
 
 
-def loader_of(samples: ShardedDataset | TokenWindows, **options: Any) -> TrainLoader:
+def loader_of(samples: ShardedDataset | TokenWindows, tuning: Tuning | None = None, **options: Any) -> TrainLoader:
     """One process, everything else as by default."""
     samples.expect_window(SETTINGS["shuffle_window_ranges"], SETTINGS["shuffle_range_samples"])
     plan = BatchPlan(content.BATCH_SIZE, 1)
-    return TrainLoader(samples, order_of(samples), plan, 0, SETTINGS["prefetch_batches"], **options)
+    return TrainLoader(samples, order_of(samples), plan, 0, tuning or Tuning(SETTINGS["prefetch_batches"]), **options)
 
 
 def read_images(name: str, arguments: argparse.Namespace) -> Work:
@@ -211,19 +219,35 @@ def decode_row(sample: Arrays, generator: np.random.Generator) -> Arrays:
     return {"image": images.decode_part(sample["image"], size, 3, images.middle_square, "benchmark")}
 
 
-def decoded(num_workers: int, arguments: argparse.Namespace) -> Work:
-    """Decoded images in training order."""
+def decoded(num_workers: int, kind: Kind, arguments: argparse.Namespace) -> Work:
+    """Decoded images in training order, from the second batch on: workers have started then."""
     samples = opened(Path(arguments.folder) / "ours-images")
-    workers = Workers(num_workers)
+    command = WorkerCommand([sys.executable, __file__, "worker", arguments.folder], {})
+    tuning = Tuning(SETTINGS["prefetch_batches"], num_workers, max(1, num_workers), kind)
+    loader = loader_of(samples, tuning, decoding=Decoding(decode_row, 0), command=command)
 
     def pixels() -> Iterator[np.ndarray]:
-        loader = loader_of(samples, decoding=Decoding(decode_row, 0), workers=workers)
         with contextlib.closing(loader):
             for step in loader.steps(0, samples.num_samples // content.BATCH_SIZE):
-                yield from step.micro_batches[0].arrays["image"]
+                yield step.micro_batches[0].arrays["image"]
 
-    count = samples.num_samples // content.BATCH_SIZE * content.BATCH_SIZE
-    return Work(count, lambda: sum(1 for _ in pixels()), lambda: content.checksum(pixels()))
+    return _later_batches(samples.num_samples, pixels)
+
+
+def decode_in_worker(folder: str, descriptor: str, memory: str, parent: str) -> None:
+    """A worker process of `decoded`."""
+    connection = Connection(int(descriptor))
+    receive(connection)
+    decode_rows(connection, int(memory), opened(Path(folder) / "ours-images"), Decoding(decode_row, 0))
+
+
+def _later_batches(num_samples: int, batches: Callable[[], Iterator[np.ndarray]]) -> Work:
+    """All batches but the first, which comes before the clock."""
+    left = batches()
+    next(left)
+    rows = lambda: (row for batch in batches() for row in batch)  # noqa: E731
+    num_batches = num_samples // content.BATCH_SIZE
+    return Work((num_batches - 1) * content.BATCH_SIZE, lambda: sum(1 for _ in left), lambda: content.checksum(rows()))
 
 
 class PillowAlone:
@@ -252,18 +276,60 @@ class PillowAlone:
 def pillow(arguments: argparse.Namespace) -> Work:
     """One after the other."""
     alone = PillowAlone(arguments)
-    pixels = lambda: (alone[number] for number in range(len(alone)))  # noqa: E731
-    return Work(len(alone), lambda: sum(1 for _ in pixels()), lambda: content.checksum(pixels()))
+
+    def pixels() -> Iterator[np.ndarray]:
+        for start in range(0, len(alone), content.BATCH_SIZE):
+            yield np.stack([alone[number] for number in range(start, start + content.BATCH_SIZE)])
+
+    return _later_batches(len(alone), pixels)
 
 
 def torch_loader(arguments: argparse.Namespace) -> Work:
-    """Through two worker processes and their pipes."""
+    """Through two worker processes and their pipes; a batch is copied once."""
     import torch.utils.data
 
     alone: Any = PillowAlone(arguments)
     loader = torch.utils.data.DataLoader(alone, content.BATCH_SIZE, num_workers=2)
-    pixels = lambda: (row for batch in loader for row in batch.numpy())  # noqa: E731
-    return Work(len(alone), lambda: sum(1 for _ in pixels()), lambda: content.checksum(pixels()))
+    return _later_batches(len(alone), lambda: (batch.numpy() for batch in loader))
+
+
+def drop_from_memory(folder: Path) -> None:
+    """Let the kernel forget the content of all files below a folder on a disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_cold(arguments: argparse.Namespace) -> Work:
+    """One epoch of the loader from a disk, with every shard hashed on its first use."""
+    folder = Path(arguments.folder) / "ours-images"
+    uri = str(folder / "manifest.json")
+    manifest = read_manifest(uri)
+    uses = FirstUse(Memory(None))
+    samples = ShardedDataset(uri, manifest, "train", uses)
+    drop_from_memory(folder)
+
+    def run() -> None:
+        for step in loader_of(samples).steps(0, samples.num_samples // content.BATCH_SIZE):
+            fresh_process.copy_all(step.micro_batches[0].arrays["image"])
+        uses.require_verified()
+
+    return Work(folder_bytes(folder), run, lambda: 0)
+
+
+def read_cold_limit(arguments: argparse.Namespace) -> Work:
+    """sha256 of the same files, one after the other."""
+    folder = Path(arguments.folder) / "ours-images"
+    drop_from_memory(folder)
+
+    def run() -> None:
+        for path in sorted(folder.glob("*.tar")):
+            with path.open("rb", buffering=0) as stream:
+                hashlib.file_digest(stream, "sha256")
+
+    return Work(folder_bytes(folder), run, lambda: 0)
 
 
 def shard(num_processes: int, arguments: argparse.Namespace) -> Work:
@@ -346,16 +412,21 @@ def _batches(num_samples: int, batches: Callable[[], Iterator[torch.Tensor]]) ->
 WORKS: dict[str, Callable[[argparse.Namespace], Work]] = {
     "write-images": functools.partial(write, "images"),
     "write-tokens": functools.partial(write, "tokens"),
-    "write-images-limit": functools.partial(write_limit, "images"),
-    "write-tokens-limit": functools.partial(write_limit, "tokens"),
+    "write-packed": functools.partial(write, "tokens"),
+    **{
+        f"write-{kind}-{limit}": functools.partial(write_limit, source, limit == "hashed")
+        for kind, source in (("images", "images"), ("tokens", "tokens"), ("packed", "tokens"))
+        for limit in ("limit", "hashed")
+    },
     "read-images": functools.partial(read_images, "ours-images"),
     "adopted": functools.partial(read_images, "adopted-images"),
     "read-images-limit": functools.partial(read_limit, "ours-images"),
+    "read-cold": read_cold,
+    "read-cold-limit": read_cold_limit,
     "token-batches": token_batches,
     "token-batches-limit": token_batches_limit,
-    "decoded": functools.partial(decoded, 0),
-    "decoded-1": functools.partial(decoded, 1),
-    "decoded-2": functools.partial(decoded, 2),
+    "decoded": functools.partial(decoded, 0, "threads"),
+    **{f"decoded-{kind}-{n}": functools.partial(decoded, n, kind) for kind in ("threads", "processes") for n in (1, 2)},
     "decoded-Pillow": pillow,
     "decoded-DataLoader": torch_loader,
     "shard-1": functools.partial(shard, 1),
@@ -367,4 +438,7 @@ WORKS: dict[str, Callable[[argparse.Namespace], Work]] = {
 }
 
 if __name__ == "__main__":
-    fresh_process.main(WORKS)
+    if sys.argv[1] == "worker":
+        decode_in_worker(*sys.argv[2:])
+    else:
+        fresh_process.main(WORKS)

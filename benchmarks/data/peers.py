@@ -41,6 +41,8 @@ def samples(kind: str, folder: Path, num_samples: int) -> Iterator[Any]:
     if kind == "images":
         images = content.images(folder)
         return ((images[number % len(images)], number % 10) for number in range(num_samples))
+    if kind == "packed":
+        return content.packed_tokens(num_samples)
     tokens = content.tokens()
     return (tokens[number % len(tokens)] for number in range(num_samples))
 
@@ -85,7 +87,8 @@ def write_litdata(module: Any, kind: str, out: Path, items: list[Any]) -> None:
 
 def write_mds(module: Any, kind: str, out: Path, items: list[Any]) -> None:
     """MDSWriter."""
-    columns = {"image": "bytes", "label": "int"} if kind == "images" else {"tokens": "ndarray:uint16:2048"}
+    length = content.SEQUENCE_LENGTH * (content.PACKED if kind == "packed" else 1)
+    columns = {"image": "bytes", "label": "int"} if kind == "images" else {"tokens": f"ndarray:uint16:{length}"}
     with module.MDSWriter(out=str(out), columns=columns, size_limit=content.SHARD_SIZE_BYTES) as writer:
         for item in items:
             writer.write({"image": item[0], "label": item[1]} if kind == "images" else {"tokens": item})
@@ -120,7 +123,10 @@ def read_other(peer: str, kind: str, folder: Path, shuffle: bool) -> Reading:
         else:
             dataset = module.StreamingDataset(local=str(folder), shuffle=shuffle, batch_size=content.BATCH_SIZE)
         for sample in dataset:
-            yield sample["image"] if kind == "images" else np.asarray(sample["tokens"])
+            if kind == "images":
+                yield sample["image"]
+            else:
+                yield from np.asarray(sample["tokens"]).reshape(-1, content.SEQUENCE_LENGTH)
 
     return lambda: fresh_process.copy_all(files()), lambda: content.checksum(files())
 

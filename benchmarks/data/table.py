@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import content
@@ -69,7 +69,8 @@ class Bench:
         chosen = [peer for peer in self.peers if peer in peers]
         commands = {"ours": self.command("ours", work, count)}
         commands |= {peer: self.command("peers", f"{work}-{peer}", count) for peer in chosen}
-        return self.checked(commands) | {"limit": self.command("ours", f"{work}-limit", count)}
+        limits = ("limit", "hashed") if work.startswith("write") else ("limit",)
+        return self.checked(commands) | {limit: self.command("ours", f"{work}-{limit}", count) for limit in limits}
 
     def checked(self, commands: dict[str, list[str]]) -> dict[str, list[str]]:
         """The commands, once their contents are found equal."""
@@ -83,15 +84,23 @@ class Bench:
         return fresh_process.compare(commands, self.rounds)
 
 
+WRITTEN = {
+    "images": "write images of 20 KB",
+    "packed": "write packed tokens of 4 KB, the peers pack them alike",
+    "tokens": "write packed tokens of 4 KB, the peers write one sequence a member",
+}
+
+
 def written(bench: Bench, kind: str, wall_bar: float, cpu_bar: float, bytes_bar: float) -> list[Row]:
-    """Rows 1 to 3: time, processor time and bytes of writing."""
+    """Rows 1 to 4: time, processor time and bytes of writing, and time against write and sha256 of the same bytes."""
     runs = bench.compare(bench.contenders(f"write-{kind}", kind, ("webdataset", "litdata", "MDS")))
-    note = others(runs)
-    what = {"images": "write images of 20 KB", "tokens": "write packed tokens of 4 KB"}[kind]
-    rows = [against(runs, f"{what}: wall", "webdataset", wall_bar, "per_second", note)]
+    what = WRITTEN[kind]
+    rows = [against(runs, f"{what}: wall", "webdataset", wall_bar, "per_second", others(runs))]
     rows.append(against(runs, f"{what}: CPU seconds", "webdataset", cpu_bar, "per_cpu_second", ""))
+    hashed = ratio(runs, "ours", "hashed")
+    rows.append(Row(f"{what}: wall", "≥ 0.8 of `write()`, then sha256", f"{hashed:.2f}", hashed >= 0.8))
     payload = bench.num_samples(kind) * payload_bytes(bench, kind)
-    sizes = {name: median(runs, name, "extra") / payload for name in runs if name != "limit"}
+    sizes = {name: median(runs, name, "extra") / payload for name in runs if name not in ("limit", "hashed")}
     note = ", ".join(f"{name} {size:.2f}" for name, size in sizes.items() if name != "ours")
     rows.append(
         Row(f"{what}: bytes / payload", f"≤ {bytes_bar}", f"{sizes['ours']:.3f}", sizes["ours"] <= bytes_bar, note)
@@ -101,7 +110,7 @@ def written(bench: Bench, kind: str, wall_bar: float, cpu_bar: float, bytes_bar:
 
 def payload_bytes(bench: Bench, kind: str) -> float:
     """Of a sample, on average; a label counts one byte, as webdataset writes it."""
-    if kind == "tokens":
+    if kind != "images":
         return 2 * content.SEQUENCE_LENGTH
     images = content.images(bench.folder)
     return sum(map(len, images)) / len(images) + 1
@@ -127,8 +136,8 @@ def write_images(bench: Bench) -> list[Row]:
 
 
 def write_tokens(bench: Bench) -> list[Row]:
-    """Blocks of 64 Ki tokens; the peers write a member per sequence."""
-    return written(bench, "tokens", 14, 8, 1.01)
+    """Blocks of 64 Ki tokens; the peers write the same blocks, and as their users do, a member per sequence."""
+    return [*written(bench, "packed", 1, 1, 1.01), *written(bench, "tokens", 14, 8, 1.01)]
 
 
 def datasets(bench: Bench, kind: str, peers: tuple[str, ...] = ()) -> None:
@@ -151,13 +160,35 @@ def datasets(bench: Bench, kind: str, peers: tuple[str, ...] = ()) -> None:
             fresh_process.last_line([*command, "--out", str(out), "--samples", str(count)])
 
 
+LEFT_OUT = "out of the page cache: no disk, no hashing, no decoding"
+"""What the rows about reading leave out, on both sides."""
+
+
+def read_cold(bench: Bench) -> list[Row]:
+    """Every byte from a disk, hashed; other rows leave both out. In megabytes, as a sha256 has no samples."""
+    disk = replace(bench, folder=Path(tempfile.mkdtemp(prefix="kftrain-bench-")))
+    try:
+        content.make(disk.folder)
+        datasets(disk, "images")
+        count = bench.num_samples("images")
+        runs = bench.compare(
+            {"ours": disk.command("ours", "read-cold", count), "sha256": disk.command("ours", "read-cold-limit", count)}
+        )
+    finally:
+        shutil.rmtree(disk.folder)
+    found = ratio(runs, "ours", "sha256")
+    note = f"{median(runs, 'ours') / 1e6:,.0f} MB/s; sha256 {median(runs, 'sha256') / 1e6:,.0f} MB/s"
+    name = "an epoch of images from a cold disk, each shard hashed"
+    return [Row(name, "≥ 0.8 of sha256 of the files", f"{found:.2f}", found >= 0.8, note)]
+
+
 def read_images(bench: Bench) -> list[Row]:
     """Encoded images in training order."""
     peers = ("webdataset", "litdata", "MDS")
     datasets(bench, "images", peers)
     runs = bench.compare(bench.contenders("read-images", "images", peers))
     name = "read encoded images in training order"
-    rows = [against(runs, name, "webdataset", 15, "per_second", others(runs))]
+    rows = [against(runs, name, "webdataset", 15, "per_second", f"{others(runs)}; {LEFT_OUT}")]
     if "litdata" in runs:
         found = ratio(runs, "ours", "litdata")
         rows.append(Row(f"{name}, against litdata", "> 1x litdata", f"{found:.1f}x", found > 1))
@@ -177,7 +208,7 @@ def adopted(bench: Bench) -> list[Row]:
         "webdataset": bench.command("peers", "read-images-webdataset", count),
     }
     runs = bench.compare(bench.checked(commands))
-    return [against(runs, name, "webdataset", bar, "per_second", others(runs))]
+    return [against(runs, name, "webdataset", bar, "per_second", f"{others(runs)}; {LEFT_OUT}")]
 
 
 def token_batches(bench: Bench) -> list[Row]:
@@ -186,7 +217,7 @@ def token_batches(bench: Bench) -> list[Row]:
     ours.flat_tokens(bench.folder, bench.num_samples("tokens"))
     runs = bench.compare(bench.contenders("token-batches", "tokens"))
     found = ratio(runs, "ours", "limit")
-    note = f"{median(runs, 'ours'):,.0f} sequences/s"
+    note = f"{median(runs, 'ours'):,.0f} sequences/s; out of the page cache, no hashing"
     return [
         Row(
             "token batches to int64 in training order", "≥ 0.9 of `memmap[indices]`", f"{found:.2f}", found >= 0.9, note
@@ -197,19 +228,21 @@ def token_batches(bench: Bench) -> list[Row]:
 def decoded(bench: Bench) -> list[Row]:
     """Images decoded to 224 x 224, by none, one and two workers; Pillow alone has the files in memory."""
     datasets(bench, "images")
-    works = ("decoded", "decoded-1", "decoded-2", "decoded-Pillow", "decoded-DataLoader")
+    kinds = [f"decoded-{kind}-{number}" for kind in ("threads", "processes") for number in (1, 2)]
+    works = ("decoded", *kinds, "decoded-Pillow", "decoded-DataLoader")
     count = bench.num_samples("images")
     runs = bench.compare(bench.checked({work: bench.command("ours", work, count) for work in works}))
-    alone, two = ratio(runs, "decoded", "decoded-Pillow"), ratio(runs, "decoded-2", "decoded-1")
-    pipes = ratio(runs, "decoded-2", "decoded-DataLoader")
+    alone = ratio(runs, "decoded", "decoded-Pillow")
     by_cpu = ratio(runs, "decoded", "decoded-Pillow", "per_cpu_second")
-    note = f"{median(runs, 'decoded'):,.0f}/s; by CPU seconds {by_cpu:.2f}"
+    note = f"{median(runs, 'decoded'):,.0f}/s; by CPU seconds {by_cpu:.2f}; Pillow has the files in memory"
     name = "decode images in training order"
-    return [
-        Row(name, "≥ 0.95 of Pillow alone", f"{alone:.2f}", alone >= 0.95, note),
-        Row(f"{name}, 2 workers", "≥ 1.8x one", f"{two:.2f}x", two >= 1.8),
-        Row(f"{name}, 2 workers, against torch's DataLoader with 2", "> 1x", f"{pipes:.2f}x", pipes > 1),
-    ]
+    rows = [Row(name, "≥ 0.95 of Pillow alone", f"{alone:.2f}", alone >= 0.95, note)]
+    for kind in ("threads", "processes"):
+        two = ratio(runs, f"decoded-{kind}-2", f"decoded-{kind}-1")
+        pipes = ratio(runs, f"decoded-{kind}-2", "decoded-DataLoader")
+        rows.append(Row(f"{name}, 2 {kind}", "≥ 1.8x one", f"{two:.2f}x", two >= 1.8))
+        rows.append(Row(f"{name}, 2 {kind}", "> 1x torch's DataLoader with 2", f"{pipes:.2f}x", pipes > 1))
+    return rows
 
 
 def sharding(bench: Bench) -> list[Row]:
@@ -250,10 +283,8 @@ def start(bench: Bench) -> list[Row]:
     for times in (1, 10, 100):
         folder = bench.folder / f"shards-{times}"
         folder.mkdir()
-        num_samples = SHARDS_AT_1X * times * ours.ROWS_PER_BLOCK
-        ours.dataset(
-            "tokens", folder, num_samples, shard_size_bytes=4 * content.SEQUENCE_LENGTH * ours.ROWS_PER_BLOCK // 2
-        )
+        num_samples = SHARDS_AT_1X * times * content.PACKED
+        ours.dataset("tokens", folder, num_samples, shard_size_bytes=4 * content.SEQUENCE_LENGTH * content.PACKED // 2)
     runs = bench.compare({f"{times}": bench.command("ours", f"start-{times}", 1) for times in (1, 10, 100)})
     found = {name: 1000 / median(runs, name) for name in runs}
     growth = [ratio(runs, "1", name) for name in ("10", "100")]
@@ -282,6 +313,7 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
     "write-images": write_images,
     "write-tokens": write_tokens,
     "read-images": read_images,
+    "read-cold": read_cold,
     "adopted": adopted,
     "token-batches": token_batches,
     "decoded": decoded,

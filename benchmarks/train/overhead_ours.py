@@ -28,7 +28,8 @@ from turns import Turns
 
 from kftrain import config
 from kftrain.checkpoint.save import CheckpointWriter, Identity
-from kftrain.data.loader import Counters, MicroBatch, StepBatch
+from kftrain.data.counters import Counters
+from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World, join_world
 from kftrain.process.liveness import LIVENESS_ENV, Liveness

@@ -28,7 +28,8 @@ import torch.multiprocessing
 from wrappers import bare_step
 
 from kftrain import config
-from kftrain.data.loader import Counters, MicroBatch, StepBatch
+from kftrain.data.counters import Counters
+from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.models.transformer import Transformer
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World, join_world
