@@ -67,12 +67,12 @@ def find_logged_model(uri: str, experiment_id: str, tag: str, value: str) -> str
     """
     with session.connect(uri, "cannot search models") as client:
         models = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{session.require_quotable(value)}'")
-        newest = next((model for model in models if model.status == "READY"), None)
+        newest = next((place for place, model in enumerate(models) if model.status == "READY"), len(models))
         # MLflow lists the newest first. A newer one stays: the process that makes it finds it once it is complete.
-        for older in models[models.index(newest) + 1 :] if newest else ():
-            if older.status == "PENDING" and older.source_run_id == newest.source_run_id:
+        for older in models[newest + 1 :]:
+            if older.status == "PENDING" and older.source_run_id == models[newest].source_run_id:
                 client.delete_logged_model(older.model_id)
-        return str(newest.model_id) if newest else None
+        return str(models[newest].model_id) if models[newest:] else None
 
 
 def create_logged_model(
@@ -178,8 +178,7 @@ def search_versions(uri: str, name: str, tag: str = "", value: str = "", run_id:
         while True:
             page = client.search_model_versions(query, page_token=token)
             versions.extend(_make_version(entity) for entity in page)
-            token = page.token
-            if not token:
+            if not (token := page.token):
                 return sorted(versions, key=lambda version: version.version)
 
 
@@ -192,8 +191,7 @@ def set_version_tags(uri: str, name: str, version: int, tags: Mapping[str, str])
 
 def get_aliases(uri: str, name: str) -> dict[str, int]:
     """Return alias -> version of a registered model; empty if there is no such model."""
-    model = get_registered_model(uri, name)
-    return model.aliases if model else {}
+    return model.aliases if (model := get_registered_model(uri, name)) else {}
 
 
 def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
