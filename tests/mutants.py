@@ -861,11 +861,25 @@ MUTANTS = [
         "tests/unit/registry/test_lost_answers.py",
     ),
     Mutant(
+        "a node whose disk is full fetches blocks again and again, and tells nobody",
+        "kftrain/data/shards/remote_bytes.py",
+        "            with self._cache.tell_failure():\n                raise\n",
+        "",
+        "tests/unit/data/shards/test_block_cache.py -k full_disk",
+    ),
+    Mutant(
         "what a run has made is not looked for after MLflow refused to say it twice",
         "kftrain/tracking/model_client.py",
         "            if model_id not in _list_outputs(client, run_id):\n                raise\n",
         "            raise\n",
         "tests/unit/registry/test_lost_answers.py",
+    ),
+    Mutant(
+        "a model that another process is just making is deleted",
+        "kftrain/tracking/model_client.py",
+        "for older in models[newest + 1 :]:",
+        "for older in models if models[newest:] else []:",
+        "tests/unit/registry/test_register.py -k newer_model",
     ),
     Mutant(
         "MLflow shows as the champion's figure the one that it was registered with",

@@ -63,15 +63,16 @@ def set_registered_model_tag(uri: str, name: str, key: str, value: str) -> None:
 def find_logged_model(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
     """Return the id of a complete LoggedModel that has the tag, or None.
 
-    Incomplete ones of the same run are deleted if there is a complete one: they are what lost answers left behind.
+    Of several the newest counts. Older incomplete ones of its run, which lost answers left behind, are deleted.
     """
     with session.connect(uri, "cannot search models") as client:
         models = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{session.require_quotable(value)}'")
-        ready = [model for model in models if model.status == "READY"]
-        for pending in [model for model in models if ready and model.status == "PENDING"]:
-            if pending.source_run_id == ready[0].source_run_id:
-                client.delete_logged_model(pending.model_id)
-        return str(ready[0].model_id) if ready else None
+        newest = next((place for place, model in enumerate(models) if model.status == "READY"), len(models))
+        # MLflow lists the newest first. A newer one stays: the process that makes it finds it once it is complete.
+        for older in models[newest + 1 :]:
+            if older.status == "PENDING" and older.source_run_id == models[newest].source_run_id:
+                client.delete_logged_model(older.model_id)
+        return str(models[newest].model_id) if models[newest:] else None
 
 
 def create_logged_model(
@@ -168,9 +169,8 @@ def get_version(uri: str, name: str, version: int) -> ModelVersion | None:
 
 def search_versions(uri: str, name: str, tag: str = "", value: str = "", run_id: str = "") -> list[ModelVersion]:
     """Return the versions of a model, all or those with a tag or of an MLflow run, lowest number first."""
-    query = f"name = '{session.require_quotable(name)}'" + (
-        f" and tags.`{tag}` = '{session.require_quotable(value)}'" if tag else ""
-    )
+    query = f"name = '{session.require_quotable(name)}'"
+    query += f" and tags.`{tag}` = '{session.require_quotable(value)}'" if tag else ""
     query += f" and run_id = '{session.require_quotable(run_id)}'" if run_id else ""
     versions: list[ModelVersion] = []
     with session.connect(uri, f"cannot search versions of {name}") as client:
@@ -178,8 +178,7 @@ def search_versions(uri: str, name: str, tag: str = "", value: str = "", run_id:
         while True:
             page = client.search_model_versions(query, page_token=token)
             versions.extend(_make_version(entity) for entity in page)
-            token = page.token
-            if not token:
+            if not (token := page.token):
                 return sorted(versions, key=lambda version: version.version)
 
 
@@ -192,8 +191,7 @@ def set_version_tags(uri: str, name: str, version: int, tags: Mapping[str, str])
 
 def get_aliases(uri: str, name: str) -> dict[str, int]:
     """Return alias -> version of a registered model; empty if there is no such model."""
-    model = get_registered_model(uri, name)
-    return model.aliases if model else {}
+    return model.aliases if (model := get_registered_model(uri, name)) else {}
 
 
 def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:

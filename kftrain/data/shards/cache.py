@@ -90,7 +90,7 @@ class NodeCache:
         key = f"{name}.{boot}" if self._folder and boot and not is_private else name
         file = self._files.get(key)
         if file is None and self._folder and key != name:
-            with self._telling():
+            with self.tell_failure():
                 file = open_block_file(self._folder / key, num_bytes)
         if file is None:
             key, file = name, self._files.get(name) or open_block_file(None, num_bytes)
@@ -117,7 +117,7 @@ class NodeCache:
                         if left < 0:
                             del self._files[key]
             return True
-        with self._telling():
+        with self.tell_failure():
             return self._make_room(num_bytes)
         return False
 
@@ -129,7 +129,7 @@ class NodeCache:
         content = b""
         if self._folder:
             path = self._folder / f"{sha256}.file"
-            with self._telling(), os.fdopen(open_or_make(path), "r+b", buffering=0) as file:
+            with self.tell_failure(), os.fdopen(open_or_make(path), "r+b", buffering=0) as file:
                 end = time.monotonic() + LOCK_SECONDS  # without the lock, too, all write the same bytes
                 while not try_lock_file(file.fileno(), fcntl.LOCK_EX) and time.monotonic() < end:
                     time.sleep(BUSY_SECONDS)
@@ -173,7 +173,7 @@ class NodeCache:
         return used
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def tell_failure(self) -> Iterator[None]:
         """Tell once what this node cannot do within the block: what the store answers is a DataError."""
         try:
             yield

@@ -163,6 +163,8 @@ class RemoteBytes:
         except OSError:  # of this node: what the store answers is a KftrainError
             if file.is_private:
                 raise
+            with self._cache.tell_failure():
+                raise
             return None
         return True
 

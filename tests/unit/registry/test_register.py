@@ -1,5 +1,6 @@
 """Registering by reference against a real MLflow on sqlite."""
 
+import itertools
 import sys
 import threading
 import types
@@ -120,6 +121,25 @@ def test_processes_that_register_the_same_export_at_once_agree_on_one_version(co
         thread.join(240)
     assert answers == [1, 1, 1]
     assert [version.version for version in versions(config)] == [1]
+
+
+def test_a_newer_model_that_another_process_is_making_is_not_deleted(config, finished, monkeypatch):
+    """Which is found as soon as it is complete; the older one was left behind by a lost answer."""
+    import mlflow
+    from mlflow.store.tracking import sqlalchemy_store
+
+    run_id = finished("one", 0.6).mlflow_run_id
+    times = itertools.count(1)
+    monkeypatch.setattr(sqlalchemy_store, "get_current_time_millis", lambda: next(times))
+    mlflow_client = mlflow.MlflowClient(tracking_uri=config.tracking.uri)
+    _, complete, newest = (
+        mlflow_client.create_logged_model("1", source_run_id=run_id, tags={"digest": "x"}).model_id for _ in range(3)
+    )
+    mlflow_client.finalize_logged_model(complete, "READY")
+    assert model_client.find_logged_model(config.tracking.uri, "1", "digest", "x") == complete
+    assert {model.model_id for model in mlflow_client.search_logged_models(["1"])} == {complete, newest}
+    mlflow_client.finalize_logged_model(newest, "READY")
+    assert model_client.find_logged_model(config.tracking.uri, "1", "digest", "x") == newest
 
 
 def test_what_does_not_exist_is_not_registered(config, finished):

@@ -261,7 +261,7 @@ def test_a_damaged_folder_fails_nothing(damage, when, tmp_path, manifest, capsys
 
 @pytest.mark.parametrize("call", ["pwrite", "truncate"])
 @pytest.mark.parametrize("num_left", range(15))
-def test_a_full_disk_costs_memory_and_no_byte(tmp_path, manifest, monkeypatch, call, num_left):
+def test_a_full_disk_costs_memory_and_no_byte_and_is_told_once(tmp_path, manifest, monkeypatch, capsys, call, num_left):
     work, counts = getattr(os, call), iter(range(10**6))
 
     def full(descriptor, *arguments):
@@ -274,6 +274,7 @@ def test_a_full_disk_costs_memory_and_no_byte(tmp_path, manifest, monkeypatch, c
         patch.setattr(os, call, full)
         for _ in range(2):
             assert_rows(dataset.read(np.arange(150)), range(150))
+    assert capsys.readouterr().out.count("keeps no more blocks") == (next(counts) > num_left)
     dataset = train_of(manifest, cache_of(tmp_path))
     assert_rows(dataset.read(np.arange(150)), range(150))
 
