@@ -21,6 +21,7 @@ import fresh_process
 import numpy as np
 from fresh_process import Work
 
+from kftrain.core import storage
 from kftrain.data import images
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Decoding
@@ -127,11 +128,11 @@ def adopt(shards: Path, into: Path) -> None:
     into.symlink_to(Path(made.manifest_uri).parent)
 
 
-def opened(folder: Path) -> ShardedDataset | TokenWindows:
-    """Its training split: images, or a stream of tokens cut into samples."""
+def opened(folder: Path, sha256: str = "") -> ShardedDataset | TokenWindows:
+    """Its training split: images, or a stream of tokens cut into samples. `sha256`: of the manifest, as a job has it."""
     window = Window(content.SEQUENCE_LENGTH, content.SEQUENCE_LENGTH, {"tokens": 0})
     uri = str(folder / "manifest.json")
-    return cut_windows(ShardedDataset(uri, read_manifest(uri), "train"), window)
+    return cut_windows(ShardedDataset(uri, read_manifest(uri, sha256=sha256), "train"), window)
 
 
 def order_of(samples: ShardedDataset | TokenWindows) -> TrainingOrder:
@@ -372,9 +373,10 @@ def resume(arguments: argparse.Namespace) -> Work:
 
 
 def start(name: str, arguments: argparse.Namespace) -> Work:
-    """From a manifest to the first batch."""
+    """From a manifest to the first batch, with the manifest's digest, which the shard step leaves to a job."""
     folder = Path(arguments.folder) / name
-    return Work(1, lambda: next(loader_of(opened(folder)).steps(0, 1)), lambda: 0)
+    sha256 = storage.sha256_file(str(folder / "manifest.json"))
+    return Work(1, lambda: next(loader_of(opened(folder, sha256)).steps(0, 1)), lambda: 0)
 
 
 def memory(name: str, arguments: argparse.Namespace) -> Work:
