@@ -129,7 +129,7 @@ def adopt(shards: Path, into: Path) -> None:
 
 
 def opened(folder: Path, sha256: str = "") -> ShardedDataset | TokenWindows:
-    """Its training split: images, or a stream of tokens cut into samples. `sha256`: of the manifest, as a job has it."""
+    """Its training split: images, or a stream of tokens cut into samples. `sha256`: of the manifest, as in a job."""
     window = Window(content.SEQUENCE_LENGTH, content.SEQUENCE_LENGTH, {"tokens": 0})
     uri = str(folder / "manifest.json")
     return cut_windows(ShardedDataset(uri, read_manifest(uri, sha256=sha256), "train"), window)
@@ -369,14 +369,25 @@ def resume(arguments: argparse.Namespace) -> Work:
     """To the first batch somewhere in the epoch, of a dataset that was opened and not read yet."""
     samples = opened(Path(arguments.folder) / "ours-images")
     first = int(arguments.at * samples.num_samples) // content.BATCH_SIZE
-    return Work(1, lambda: next(loader_of(samples).steps(first, 1)), lambda: 0)
+    return Work(1, first_batch(lambda: samples, first), lambda: 0)
+
+
+def first_batch(open_samples: Callable[[], ShardedDataset | TokenWindows], first: int) -> Callable[[], object]:
+    """Read the first batch; what was opened stays open until the clock has stopped."""
+    kept: list[object] = []
+
+    def run() -> None:
+        steps = loader_of(open_samples()).steps(first, 1)
+        kept.extend([steps, next(steps)])
+
+    return run
 
 
 def start(name: str, arguments: argparse.Namespace) -> Work:
     """From a manifest to the first batch, with the manifest's digest, which the shard step leaves to a job."""
     folder = Path(arguments.folder) / name
     sha256 = storage.sha256_file(str(folder / "manifest.json"))
-    return Work(1, lambda: next(loader_of(opened(folder, sha256)).steps(0, 1)), lambda: 0)
+    return Work(1, first_batch(lambda: opened(folder, sha256), 0), lambda: 0)
 
 
 def memory(name: str, arguments: argparse.Namespace) -> Work:

@@ -304,9 +304,7 @@ def retried(kind: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 def _name_store(uri: str) -> str:
     """Return scheme and bucket; empty for paths of this machine, whose mounts are not told apart."""
-    if "://" not in uri:
-        return ""
-    parts = urlsplit(uri)
+    parts = urlsplit(uri if "://" in uri else "")
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc and parts.scheme != "file" else ""
 
 

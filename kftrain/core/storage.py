@@ -100,7 +100,7 @@ def open_read(uri: str, read_ahead: bool = True) -> BinaryIO:
     Without `read_ahead` a remote one is asked for what is read and no more, which suits small reads that lie apart.
     """
     if is_local(uri):
-        return ride_out(uri, "read", lambda: _open_regular(uri))
+        return ride_out(uri, "read", lambda: _open_regular(uri.removeprefix("file://")))
     return RemotePath(uri).open_read(read_ahead)
 
 
@@ -133,7 +133,7 @@ def read_bytes(uri: str) -> bytes:
     """Read a whole file. Raises FileNotFoundError, for a pipe or a device too."""
     if not is_local(uri):
         return RemotePath(uri).read()
-    with _open_regular(uri) as stream:
+    with _open_regular(uri.removeprefix("file://")) as stream:
         return stream.read()
 
 
@@ -334,9 +334,8 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _open_regular(uri: str) -> BinaryIO:
-    """Open a file of this machine. Nobody waits for a pipe to be written to, or reads a device without an end."""
-    path = uri.removeprefix("file://")  # no `Path`: one takes as long to make as the file to open
+def _open_regular(path: str) -> BinaryIO:  # no `Path`: one takes as long to make as the file to open
+    """Open a file for reading. Nobody waits for a pipe to be written to, or reads a device without an end."""
     # Without O_NONBLOCK the call itself would wait for somebody to open the other end of a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

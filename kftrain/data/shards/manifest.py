@@ -29,7 +29,6 @@ from kftrain.core import storage
 from kftrain.data import schema as schemas
 from kftrain.data.schema import SPLITS, SampleSchema
 from kftrain.data.shards.cache import NodeCache
-from kftrain.data.shards.npy_header import stored_dtype
 from kftrain.data.shards.pages import DIGEST, MAX_COUNT, PagedShards, PagesEntry, publish_pages
 from kftrain.data.shards.reading import ADOPT_AGAIN
 from kftrain.data.shards.reading import SHARD_AGAIN as SHARD_AGAIN
@@ -431,4 +430,4 @@ def _describe_field(field: schemas.Field) -> str:
 
 def row_bytes(field: schemas.Field) -> int:
     """Return the size in bytes of one row of a field of numbers."""
-    return stored_dtype(field.dtype).itemsize * math.prod(field.shape)
+    return np.dtype(field.dtype).itemsize * math.prod(field.shape)
