@@ -17,7 +17,6 @@ from kftrain.checkpoint.export_tensors import ExportTensors, WantedPart
 from kftrain.checkpoint.tensor_files import Part, TensorForm
 from kftrain.parallel import initialize
 from kftrain.parallel.initialize import Places
-from kftrain.parallel.sharded import part_of
 from kftrain.parallel.world import World
 
 
@@ -79,13 +78,14 @@ class ModelSlots:
         """
         device = initialize.HOST if world is None or on_host else world.device
         # Where and how large a part is says the model as it is now; what it is called says the one that was built.
-        parts = {name: part_of(initialize.stored_parameter(slots[0])) for name, slots in self.places.items()}
+        kept = {name: slots for name, slots in self.places.items() if initialize.has_parameter(slots[0])}
+        parts = {name: initialize.part_in(slots[0]) for name, slots in kept.items()}
         values = {name: torch.empty(part[1], dtype=torch.float32, device=device) for name, part in parts.items()}
         buffers = self._empty_buffers()
         # Into tensors of their own: nothing of the model is changed before `load` has returned, when all is verified.
         tensors.load(self._list_wanted(tensors, {**values, **buffers}, parts), world)
         self._set_buffers(buffers)
-        initialize.fill_parts(model, self.places, lambda name, _: values.pop(name), device)
+        initialize.fill_parts(model, self.places, lambda name, _: values.pop(name, torch.empty(0)), device)
 
     def _list_wanted(
         self,

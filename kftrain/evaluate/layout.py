@@ -47,10 +47,13 @@ def layouts(config: Config, num_bytes: int, num_processes: int) -> list[Parallel
     small = layout == "auto" and num_bytes <= COPIES_UP_TO_BYTES
     if num_processes == 1 or layout == "copies" or small:
         return [None]
-    if parallel.tensor == 1 and parallel.stage in WHOLE:
+    if parallel.tensor == parallel.expert == parallel.pipeline == 1 and parallel.stage in WHOLE:
         return [None]
-    forward_only = {"strategy": "fsdp", "reshard_after_forward": True, "exchange": "step"}
-    trained = parallel.model_copy(update=forward_only)
+    # Without a backward pass nothing is kept of a sequence, and a stage would wait for the one before it: who shared a
+    # sequence or a pipeline in training reads samples of its own.
+    num_shards = parallel.shard * parallel.context * parallel.pipeline if parallel.shard > 0 else -1
+    forward_only = {"strategy": "fsdp", "reshard_after_forward": True, "exchange": "step", "shard": num_shards}
+    trained = parallel.model_copy(update={**forward_only, "context": 1, "pipeline": 1})
     sharded = ParallelConfig()
     return [trained, *([sharded] if trained != sharded else []), None]
 

@@ -15,6 +15,7 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ from kftrain.statistics import bootstrap
 from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import decode_unaugmented, prepare_batch
 from kftrain.tasks.user_metrics import MetricsOfSums
+
+if TYPE_CHECKING:
+    from kftrain.tasks.base import Batch
 
 Statistics = dict[str, np.ndarray]
 
@@ -91,8 +95,19 @@ class _Batch:
 
     arrays: Arrays
     clusters: torch.Tensor | None
+    num_rows: int
     counts: bool
     """False for a batch that is computed again, only so that all processes make the same number of passes."""
+
+
+class Relay(Protocol):
+    """The way of a batch through a model of which each process has some stages."""
+
+    def compute(self, *inputs: Any) -> Any:
+        """Compute the model's output, which the process of the last stage is given; None on the others. Collective."""
+
+    def share(self, measured: list[Tensors]) -> list[Tensors]:
+        """Return on all processes what that one has measured. Collective."""
 
 
 def score(
@@ -104,8 +119,11 @@ def score(
     max_samples: int = 0,
     on_batch: Callable[[], None] = lambda: None,
     with_tallies: bool = False,
+    relay: Relay | None = None,
 ) -> Scores | None:
     """Score the first `max_samples` samples (0: all); `with_tallies` adds up the task's tallies, too.
+
+    `relay`: computes in the model's place where it has stages on several processes; it gives no tallies.
 
     Collective: the first process gets the scores, the others None. Each process calls `on_batch` after each batch.
     Raises EvaluationError unless each sample counts once.
@@ -117,7 +135,15 @@ def score(
     with evaluating(model), torch.no_grad():
         for batch in _read_ahead(task, dataset, batches, mesh.data_rank):
             tallies = counted if with_tallies and batch.counts and mesh.counts_loss else None
-            values = _compute_statistics(model, task, batch.arrays, mesh.world.device, tallies)
+            prepared, inputs = prepare_batch(task, batch.arrays, mesh.world.device)
+            with user_code("model.forward"):
+                output = output_of(model if relay is None else relay.compute, inputs)
+            if output is None and relay is not None:
+                on_batch()
+                continue
+            if mesh.sequence_cut.size > 1:  # statistics are of the places that the model has computed here
+                prepared = mesh.sequence_cut.cut_batch(prepared, task.sequence_dims)
+            values = _compute_statistics(output, task, prepared, batch.num_rows, tallies)
             if batch.clusters is not None:
                 values[CLUSTER] = batch.clusters.view(torch.float64)  # its bits: it travels with the others
             if measured and values.keys() != measured[0].keys():
@@ -126,6 +152,7 @@ def score(
                 # A process without a batch of its own still has names to gather, with no rows.
                 measured.append(values if batch.counts else {name: rows[:0] for name, rows in values.items()})
             on_batch()
+    measured = measured if relay is None else relay.share(measured)
     statistics = _gather_on_main(measured, batches, mesh)
     summed = _sum_on_main(counted, mesh.world) if with_tallies else {}
     if statistics is None:
@@ -161,22 +188,22 @@ def total_metrics(metrics_of_sums: MetricsOfSums, statistics: Statistics) -> dic
 
 def statistics_of(model: nn.Module, task: TrainingTask, arrays: Arrays, device: torch.device) -> Statistics:
     """Compute the statistics of some rows, `[rows]` float64 each. Raises UserCodeError for other shapes."""
-    return {name: value.cpu().numpy() for name, value in _compute_statistics(model, task, arrays, device).items()}
-
-
-def _compute_statistics(
-    model: nn.Module, task: TrainingTask, arrays: Arrays, device: torch.device, tallies: Tensors | None = None
-) -> Tensors:
-    """Compute the statistics of some rows on the device, without waiting for it; add the task's counts to `tallies`."""
     batch, inputs = prepare_batch(task, arrays, device)
     with user_code("model.forward"):
         output = output_of(model, inputs)
+    values = _compute_statistics(output, task, batch, len(next(iter(arrays.values()))))
+    return {name: value.cpu().numpy() for name, value in values.items()}
+
+
+def _compute_statistics(
+    output: Any, task: TrainingTask, batch: Batch, num_rows: int, tallies: Tensors | None = None
+) -> Tensors:
+    """Compute the statistics of some rows on the device, without waiting for it; add the task's counts to `tallies`."""
     with user_code("task.statistics"):
         statistics = {name: value.double() for name, value in task.statistics(output, batch).items()}
     if tallies is not None:
         with user_code("task.tallies"):
             _add(tallies, task.tallies(output, batch))
-    num_rows = len(next(iter(arrays.values())))
     for name, values in statistics.items():
         if values.shape != (num_rows,):
             raise UserCodeError(
@@ -197,7 +224,7 @@ def _read_ahead(task: TrainingTask, dataset: ValidationRows, batches: _Batches, 
         if any(len(values) != len(rows) for values in arrays.values()):
             raise EvaluationError(f"{len(rows)} samples must be read once each", value=sorted(arrays))
         clusters = torch.from_numpy(arrays[CLUSTER].astype(np.int64)) if CLUSTER in arrays else None
-        return _Batch(decode_unaugmented(task, arrays, rows, dataset.place_of), clusters, place < len(own))
+        return _Batch(decode_unaugmented(task, arrays, rows, dataset.place_of), clusters, len(rows), place < len(own))
 
     def begin(place: int) -> Future[_Batch]:
         context = contextvars.copy_context()  # it says how long a call waits for storage; threads start without it
@@ -226,13 +253,18 @@ def _gather_on_main(measured: Sequence[Tensors], batches: _Batches, mesh: Mesh) 
     if gathered is None:
         return None
     whole = np.empty((len(names), batches.num_samples))
+    statistics = [row for row, name in enumerate(names) if name != CLUSTER]
     for rank, theirs in enumerate(gathered):
         if not mesh.shape.counts_loss(rank):
             continue  # the same rows as another's
         for place, number in enumerate(batches.of(mesh.shape.data_rank(rank))):
             rows = batches.rows(number)
             first = place * batches.size
-            whole[:, rows.start : rows.stop] = theirs.numpy()[:, first : first + len(rows)]
+            measures = theirs.numpy()[:, first : first + len(rows)]
+            if mesh.shape.counts_rows(rank):
+                whole[:, rows.start : rows.stop] = measures
+            else:  # other places of the rows of a process before it
+                whole[statistics, rows.start : rows.stop] += measures[statistics]
     return dict(zip(names, whole, strict=True))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kftrain.errors import ConfigError
@@ -11,6 +12,19 @@ from kftrain.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelPiece:
+    """A part of a model's forward pass, which a stage of a pipeline computes as a whole."""
+
+    call: Callable[[Any, Any], Any]
+    """Computes from what the piece before returned (None for the first one), and from the model's inputs: a tensor or
+    a tuple of tensors, which may travel to another process. The last piece returns what the model returns."""
+    modules: Sequence[nn.Module]
+    """Modules of the model whose parameters it uses; the model itself stands for the parameters that no module has."""
+    num_idle: int = 0
+    """Numbers in these that a token is not multiplied with, such as those of experts that it does not reach."""
 
 
 class Model(Protocol):
@@ -40,6 +54,20 @@ class Model(Protocol):
         """
         ...
 
+    def stages(self) -> list[ModelPiece]:
+        """Return the pieces of the forward pass in order: computed one after the other they are the model's forward.
+
+        Called again after the model was distributed: a piece must take its modules from where they stand then.
+        """
+        ...
+
+    def stage_inputs(self, *inputs: Any) -> Any:
+        """Make of the model's inputs what the pieces are called with; without it they get the tuple of the inputs.
+
+        Every process has all inputs, and calls it once for each of its stages and micro batches.
+        """
+        ...
+
     def tensor_plan(self) -> Mapping[str, str]:
         """Map patterns of modules' names to how their matrices are split over processes: `parallel/tensor_plan.py`."""
         ...
@@ -48,8 +76,28 @@ class Model(Protocol):
         """Map names of options to sizes that the number of these processes must divide, such as heads."""
         ...
 
+    def context_plan(self) -> Mapping[str, str]:
+        """Map patterns of modules' names to what cuts sequences there, or shares them: `parallel/context.py`."""
+        ...
+
     def export_config(self) -> dict[str, Any]:
         """Return JSON that describes the network, written as `config.json` beside the exported weights."""
+        ...
+
+    def take_row_weights(self, weights: torch.Tensor) -> None:
+        """Take the weight of each row of the next forward pass, `[rows]`, before each pass of a training.
+
+        With stages it is called before each stage's part of a pass. Rows of weight 0 only fill a
+        process's share up: what the model counts for itself must leave them out.
+        """
+        ...
+
+    def expert_plan(self) -> Sequence[str]:
+        """List patterns of the names of modules that hold experts, for `parallel.expert`: `parallel/expert.py`."""
+        ...
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return numbers of the last step for the tracker, by name; called on one process where a point is recorded."""
         ...
 
     def after_step(self) -> None:
@@ -83,6 +131,14 @@ def has_init_weights(target: Callable[..., Any]) -> bool:
             fix="fill that one parameter in place, or rename the method and call it in the constructor",
         )
     return _find_owner(target, "init_weights") <= _find_owner(target, "__init__")
+
+
+def run_pieces(model: Any, pieces: Sequence[ModelPiece], value: Any, inputs: Sequence[Any]) -> Any:
+    """Compute some pieces of a model that follow each other. `value`: what the one before them returned."""
+    prepared = model.stage_inputs(*inputs) if hasattr(model, "stage_inputs") else tuple(inputs)
+    for piece in pieces:
+        value = piece.call(value, prepared)
+    return value
 
 
 def draw_weights(model: nn.Module) -> None:

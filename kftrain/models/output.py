@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kftrain.errors import UserCodeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
-    from torch import nn
 
 
 class ModelOutput(NamedTuple):
@@ -44,7 +45,7 @@ def split_output(returned: Any, num_rows: int) -> ModelOutput:
     return result
 
 
-def output_of(model: nn.Module, arguments: tuple[Any, ...]) -> Any:
+def output_of(model: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Run a model and return its output without auxiliary terms."""
     returned = model(*arguments)
     return returned.output if isinstance(returned, ModelOutput) else returned

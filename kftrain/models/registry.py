@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 BUILT_IN = {
+    "mixture_of_experts": "kftrain.models.mixture_of_experts:MixtureOfExperts",
     "transformer": "kftrain.models.transformer:Transformer",
     "vision_transformer": "kftrain.models.vision_transformer:VisionTransformer",
 }

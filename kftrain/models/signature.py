@@ -20,12 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from kftrain.core.plugins import search_current_folder
 from kftrain.errors import ConfigError
+from kftrain.models.expert_layouts import of_mixture_of_experts
 from kftrain.models.options import Taken
 from kftrain.models.registry import BUILT_IN
 from kftrain.models.settings import ModelConfig
 from kftrain.models.sizes import SIZES, SPLITS
 from kftrain.settings import section
 from kftrain.trust import require_code
+
+CHECKS = {**SIZES, "mixture_of_experts": of_mixture_of_experts}
 
 _NAMES: dict[str, Any] = {**vars(typing), **vars(pydantic), **vars(section)}
 """Names in the annotations of our own models' options; an annotation with another name is not checked here."""
@@ -50,7 +53,7 @@ def check_options(config: ModelConfig, arguments: Mapping[str, Any] | None = Non
     else:
         taken.check("model", options, arguments)
     if config.kind in BUILT_IN:
-        _call_check(SIZES, config.kind, {**_complete_options(tree, constructor, options), **(arguments or {})})
+        _call_check(CHECKS, config.kind, {**_complete_options(tree, constructor, options), **(arguments or {})})
 
 
 def splits_of(config: ModelConfig, arguments: Mapping[str, Any] | None = None) -> dict[str, int]:

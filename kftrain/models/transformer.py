@@ -16,6 +16,7 @@ Shapes are written with B rows, T tokens, D dim, H query heads, K key-value head
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 
 from kftrain.errors import ConfigError
 from kftrain.models import sizes
-from kftrain.models.base import draw_weights
+from kftrain.models.attention import CausalAttention, locate_documents
+from kftrain.models.base import ModelPiece, draw_weights, run_pieces
 from kftrain.settings.section import Amount, Count
 
 Positive = Annotated[float, Field(gt=0.0)]
@@ -92,23 +94,31 @@ class Transformer(nn.Module):
             nn.ModuleList(TransformerBlock(dim, num_heads, num_kv_heads, ffn_dim, norm_eps) for _ in range(num_layers)),
             nn.RMSNorm(dim, eps=norm_eps),
         )
+        self.rotary = RotaryEmbedding(self.head_dim, rope_theta)
         self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
         draw_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute logits `[B, T, vocab_size]` of the token after each of `tokens` `[B, T]`."""
-        hidden: Tensor = self.model.embed_tokens(tokens)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        masks: tuple[Tensor, ...] = ()  # none rather than None, which an engine would look at in each call
-        if self.attention == "documents" and self.document_token is not None:
-            positions, mask = places_in_documents(tokens, self.document_token)
-            masks = (mask,)
-        rotary = rotary_tables(positions, self.head_dim, self.rope_theta, hidden)
-        for block in self.model.layers:
-            hidden = block(hidden, rotary, *masks)
-        hidden = self.model.norm(hidden)
-        logits: Tensor = self.model.embed_tokens(hidden) if self.lm_head is None else self.lm_head(hidden)
+        logits: Tensor = run_pieces(self, self.stages(), None, (tokens,))
         return logits
+
+    def stages(self) -> list[ModelPiece]:
+        """Return the pieces of the forward pass: the embedding, each block, the head behind its norm."""
+        head: nn.Module = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        blocks = [ModelPiece(functools.partial(self._run_piece, block), (block,)) for block in self.model.layers]
+        first = ModelPiece(lambda _, inputs: self.model.embed_tokens(inputs.tokens), (self.model.embed_tokens,))
+        last = ModelPiece(lambda hidden, _: head(self.model.norm(hidden)), (self.model.norm, head))
+        return [first, *blocks, last]
+
+    def stage_inputs(self, tokens: Tensor) -> TransformerInputs:
+        """Find the places of `tokens` `[B, T]` in their rows or documents, which all blocks need."""
+        return TransformerInputs(self, tokens)
+
+    def _run_piece(self, block: nn.Module, hidden: Tensor, inputs: TransformerInputs) -> Tensor:
+        """Run one block on `[B, T, D]`; a kind of model whose blocks return more takes that here."""
+        output: Tensor = block(hidden, inputs.rotary(hidden), *inputs.starts)
+        return output
 
     def init_weights(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Initialise one parameter in place.
@@ -154,6 +164,10 @@ class Transformer(nn.Module):
             sequence_length=self.sequence_length,
         )
 
+    def context_plan(self) -> dict[str, str]:
+        """Map modules to what cuts their sequences: see `parallel/context.py`."""
+        return {"model.embed_tokens": "cut", "rotary": "cut/-1", "model.layers.*.self_attn.attention": "attention"}
+
     def num_flops(self, num_rows: int) -> int:
         """Count the floating-point operations of a forward and backward pass over rows of `sequence_length` tokens.
 
@@ -195,6 +209,26 @@ class Transformer(nn.Module):
         }
 
 
+class TransformerInputs:
+    """Tokens with their rotary tables and the starts of their documents, computed once for all blocks of a stage."""
+
+    def __init__(self, model: Transformer, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self.starts: tuple[Tensor, ...] = ()  # none rather than None, which an engine would look at in each call
+        self._positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if model.attention == "documents" and model.document_token is not None:
+            self._positions, first_places = locate_documents(tokens, model.document_token)
+            self.starts = (first_places,)
+        self._make_tables = model.rotary
+        self._tables: RotaryTables | None = None
+
+    def rotary(self, like: Tensor) -> RotaryTables:
+        """Return the rotary tables of the tokens, in the dtype that `like` had when they were first asked for."""
+        if self._tables is None:
+            self._tables = self._make_tables(self._positions, like)
+        return self._tables
+
+
 class _Decoder(nn.Module):
     """Container of what Llama's state dict keeps below `model.`; `Transformer.forward` runs it."""
 
@@ -216,43 +250,46 @@ class TiedEmbedding(nn.Embedding):
 class TransformerBlock(nn.Module):
     """Attention and feed-forward part, each added to the residual stream `[B, T, D]` behind its norm."""
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, norm_eps: float) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, norm_eps: float, qk_norm: bool = False
+    ) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(dim, eps=norm_eps)
-        self.self_attn = Attention(dim, num_heads, num_kv_heads)
+        self.self_attn = Attention(dim, num_heads, num_kv_heads, norm_eps if qk_norm else None)
         self.post_attention_layernorm = nn.RMSNorm(dim, eps=norm_eps)
         self.mlp = FeedForward(dim, ffn_dim)
 
-    def forward(self, hidden: Tensor, rotary: RotaryTables, mask: Tensor | None = None) -> Tensor:
-        """Map `[B, T, D]` to the same shape."""
-        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask)
+    def forward(self, hidden: Tensor, rotary: RotaryTables, starts: Tensor | None = None) -> Tensor:
+        """Map `[B, T, D]` to the same shape. `starts`: see `CausalAttention`."""
+        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary, starts)
         output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
         return output
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: each of K key-value heads serves H / K query heads."""
+    """Causal grouped-query attention: each of K key-value heads serves H / K query heads.
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int) -> None:
+    `norm_eps`: of the norms of each head's query and key, as Qwen3 has them; None: there are none.
+    """
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, norm_eps: float | None = None) -> None:
         super().__init__()
         self.head_dim = dim // num_heads
-        self.grouped = num_kv_heads != num_heads
         self.q_proj = nn.Linear(dim, num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(dim, dim, bias=False)
+        self.attention = CausalAttention()
+        has_norms = norm_eps is not None
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if has_norms else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if has_norms else nn.Identity()
 
-    def forward(self, hidden: Tensor, rotary: RotaryTables, mask: Tensor | None = None) -> Tensor:
-        """Map `[B, T, D]` to the same shape. `mask` `[B, 1, T, T]`: what each token attends to; None: all before it."""
-        query = rotate(self._split_heads(self.q_proj(hidden)), rotary)
-        key = rotate(self._split_heads(self.k_proj(hidden)), rotary)
+    def forward(self, hidden: Tensor, rotary: RotaryTables, starts: Tensor | None = None) -> Tensor:
+        """Map `[B, T, D]` to the same shape. `starts`: see `CausalAttention`."""
+        query = rotate(self.q_norm(self._split_heads(self.q_proj(hidden))), rotary)
+        key = rotate(self.k_norm(self._split_heads(self.k_proj(hidden))), rotary)
         value = self._split_heads(self.v_proj(hidden))
-        grouped = self.grouped and (query.is_cpu or (mask is None and query.dtype != torch.float32))
-        if self.grouped and not grouped:  # on GPUs only flash attention groups heads, without a mask and in bf16
-            key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
+        attended = self.attention(query, key, value, *(() if starts is None else (starts,)))
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
 
@@ -277,26 +314,20 @@ class FeedForward(nn.Module):
         return output
 
 
-def places_in_documents(tokens: Tensor, document_token: int) -> tuple[Tensor, Tensor]:
-    """Locate the tokens `[B, T]` of rows in their documents: positions and an attention mask.
+class RotaryEmbedding(nn.Module):
+    """Turns positions into cosines and sines of the rotation angles. A module, so that `context_plan` can name it."""
 
-    Positions `[B, 1, T]` count from the start of each document. By the mask `[B, 1, T, T]` a token attends to itself
-    and to those before it in its own document. A row begins within a document; there positions count from the row's
-    start.
-    """
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    # The running maximum of the places of document tokens is the place where each token's own document starts.
-    starts = torch.where(tokens == document_token, places, 0).cummax(dim=1).values
-    same = starts.unsqueeze(2) == starts.unsqueeze(1)
-    return (places - starts).unsqueeze(1), (same & (places.unsqueeze(1) >= places)).unsqueeze(1)
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
 
-
-def rotary_tables(positions: Tensor, head_dim: int, theta: float, like: Tensor) -> RotaryTables:
-    """Return cosines and sines `[..., T, E]` of the rotation angles at positions `[..., T]`, in the dtype of `like`."""
-    # Angles are computed in fp32: bf16 cannot tell neighbouring positions of a long sequence apart.
-    exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    angles = (positions.float().unsqueeze(-1) * (1.0 / theta**exponents)).repeat(*[1] * positions.dim(), 2)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    def forward(self, positions: Tensor, like: Tensor) -> RotaryTables:
+        """Return tables `[..., T, E]` at positions `[..., T]`, in the dtype of `like`."""
+        # Angles are computed in fp32: bf16 cannot tell neighbouring positions of a long sequence apart.
+        exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float32) / self.head_dim
+        angles = (positions.float().unsqueeze(-1) * (1.0 / self.theta**exponents)).repeat(*[1] * positions.dim(), 2)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def rotate(heads: Tensor, rotary: RotaryTables) -> Tensor:

@@ -6,6 +6,7 @@ token less. No operation crosses images, so an image's logits do not depend on t
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
 import torch
@@ -14,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from kftrain.models import sizes
-from kftrain.models.base import draw_weights
+from kftrain.models.base import ModelPiece, draw_weights, run_pieces
 from kftrain.settings.section import Count, Probability
 
 INITIAL_STD = 0.02
@@ -69,11 +70,19 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute logits `[B, num_classes]` of `images` `[B, C, H, W]`."""
-        hidden = self.patch_embedding(images).flatten(2).transpose(1, 2) + self.position_embedding
-        for block in self.layers:
-            hidden = block(hidden)
-        logits: Tensor = self.head(self.norm(hidden).mean(dim=1))
+        logits: Tensor = run_pieces(self, self.stages(), None, (images,))
         return logits
+
+    def stages(self) -> list[ModelPiece]:
+        """Return the pieces of the forward pass: patches and their positions, each block, the head behind its norm."""
+        blocks = [ModelPiece(functools.partial(_call_block, block), (block,)) for block in self.layers]
+        first = ModelPiece(lambda _, inputs: self._embed(*inputs), (self.patch_embedding, self))
+        last = ModelPiece(lambda hidden, _: self.head(self.norm(hidden).mean(dim=1)), (self.norm, self.head))
+        return [first, *blocks, last]
+
+    def _embed(self, images: Tensor) -> Tensor:
+        patches: Tensor = self.patch_embedding(images)
+        return patches.flatten(2).transpose(1, 2) + self.position_embedding
 
     def init_weights(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Initialise one parameter in place.
@@ -140,6 +149,10 @@ class VisionTransformer(nn.Module):
             "mlp_ratio": self.mlp_ratio,
             "dropout": self.dropout,
         }
+
+
+def _call_block(block: nn.Module, hidden: Tensor, _inputs: object) -> Any:
+    return block(hidden)
 
 
 class VisionBlock(nn.Module):

@@ -5,6 +5,7 @@ buffers of that name are after each step:
 
     mean    the mean over processes, weighted by their samples
     sum     what it was before the step, and the changes of all processes
+    places  as sum, of what each place of a sequence adds by itself: it is exact where processes share sequences, too
     max     the elementwise maximum over processes
     first   that of the first process
 
@@ -28,8 +29,10 @@ from kftrain.parallel.world import World
 
 ATTRIBUTE = "buffer_reductions"
 
-Reduction = Literal["mean", "sum", "max", "first"]
+Reduction = Literal["mean", "sum", "places", "max", "first"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+
+SUMS = ("sum", "places")
 
 MAX_DIFFERENCE = 1e-4
 """Relative: what processes compute alike on machines of different kinds is not the same to the last digit."""
@@ -72,11 +75,16 @@ class CombinedBuffers:
         """True where there is something to combine."""
         return self._world.size > 1 and bool(self._slots)
 
+    @property
+    def are_of_rows(self) -> bool:
+        """True where a buffer is of whole rows, and would be another one where each process computes a part of them."""
+        return self.is_needed and any(how != "places" for _, _, how in self._slots.values())
+
     @torch.no_grad()
     def begin(self) -> None:
         """Note before a step the values that sums start from."""
         if self.is_needed:
-            sums = {name: slot for name, slot in self._slots.items() if slot[2] == "sum"}
+            sums = {name: slot for name, slot in self._slots.items() if slot[2] in SUMS}
             self._before = {name: _copy(module._buffers[key]) for name, (module, key, _) in sums.items()}
 
     @torch.no_grad()

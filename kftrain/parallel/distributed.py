@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.sharded import ALONE, Team
@@ -48,8 +49,16 @@ class Distributed:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.model = model
         self.mesh = mesh
+        self.roots = nn.ModuleList([model])
+        """Modules whose forward computes with all other parameters of the model: itself, or its stages here."""
+        self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        """Names of the parameters that are trained on any process, in the same order on each of them."""
+        self.copies: set[nn.Parameter] = set()
+        """Parameters whose gradients another process counts in the norm, as they are the same there."""
         self.team: Team = ALONE
         """Processes that have the same of what is no distributed tensor."""
+        self.units: dict[str, DeviceMesh] = {}
+        """Modules that are sharded by themselves, along the axes of another mesh than the rest, by name."""
         self.needs_same_calls = False
         """True where processes exchange parameters when a block is called, so that all must call the same ones."""
         self.when_filled: list[Callable[[], None]] = []
@@ -60,6 +69,8 @@ class Distributed:
         """Work before a micro batch, told whether it is the last of its step; called only where the answer changes."""
         self.after_backward: list[Callable[[], None]] = []
         """Work on the gradients of a step after its last backward pass, the last registered first. Collective."""
+        self.note_gradients: list[Callable[[], None]] = []
+        """Work between the backward passes of a step and the exchange of its gradients, where an engine knows when."""
         self.agreements: list[Agreement] = []
         """Values that transforms must know of all processes in each step."""
         self.parts: dict[str, Part] = {}

@@ -19,18 +19,20 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.distributed import Agreement, Distributed
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.gradients import UsedParameters
+from kftrain.parallel.sharded import local
 from kftrain.parallel.strategies import Sharding
 
 MIN_PIECE_BYTES = 4 << 20
@@ -53,14 +55,16 @@ class FullyShard:
 
         Raises ConfigError for a parameter that has no dims, or is not contiguous.
         """
-        model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
+        model, roots = distributed.model, distributed.roots
+        shape, mesh = distributed.mesh.shape, distributed.mesh.device_mesh()
         for name, parameter in model.named_parameters():
             if not parameter.dim() or not parameter.is_contiguous():
                 fix = "give it the shape [1], make it contiguous(), or use parallel.strategy: ddp"
                 what = "a parameter without dims, or in another order of memory, cannot be sharded"
                 raise ConfigError(what, where=f"model {name}", fix=fix)
+        axes = ("shard",) if shape.replicate == 1 else ("replicate", "shard")
         options: dict[str, Any] = {
-            "mesh": mesh["shard"] if shape.replicate == 1 else mesh["replicate", "shard"],
+            "mesh": mesh[axes],
             "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[self.compute], reduce_dtype=DTYPES[self.reduce]),
             "reshard_after_forward": self.sharding.reshard_after_forward,
             **({"offload_policy": CPUOffloadPolicy(pin_memory=True)} if self.offload else {}),
@@ -68,35 +72,51 @@ class FullyShard:
         distributed.needs_same_calls = True  # a unit is gathered when it is called, and gathering is collective
         # When filled: filling puts new objects in the places of distributed parameters, which would not be watched.
         distributed.when_filled.append(functools.partial(_watch_used_parameters, distributed))
-        distributed.before_micro_batch.append(functools.partial(self._prepare_micro_batch, model))
+        distributed.before_micro_batch.append(functools.partial(self._prepare_micro_batch, roots))
         on_cpu = distributed.mesh.world.device.type == "cpu"
+        for name, own_mesh in distributed.units.items():  # before the blocks, which take the parameters that are left
+            choose_cut = functools.partial(_choose_cut, own_mesh["shard"].size())
+            own_options = {**options, "mesh": own_mesh[axes], "shard_placement_fn": choose_cut}
+            fully_shard(model.get_submodule(name), **own_options)
         if self.forward_only and on_cpu:
             fully_shard_in_pieces(model, blocks, options)
             return
-        for name in blocks:  # before the root, which takes the parameters that are left
+        for name in blocks:  # before the roots, which take the parameters that are left
             fully_shard(model.get_submodule(name), **options)
-        fully_shard(model, **options)
-        for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
+        for root in roots:
+            # A stage takes what the one before has sent as it is, such as an auxiliary loss in fp32.
+            policy = replace(options["mp_policy"], cast_forward_inputs=root is model)
+            fully_shard(root, **{**options, "mp_policy": policy})
+        for unit in [module for module in roots.modules() if isinstance(module, FSDPModule)]:
             unit.set_gradient_divide_factor(1.0)  # a sum: the loss is divided by the count of all terms already
             unit.set_force_sum_reduction_for_comms(True)  # or torch asks for a product, which gloo does not know
-        if shape.shard > 1 and on_cpu:
-            reduce_by_exchange(model)
+        if shape.num_shards > 1 and on_cpu:
+            reduce_by_exchange(roots)
 
-    def _prepare_micro_batch(self, model: nn.Module, is_last: bool) -> None:
+    def _prepare_micro_batch(self, roots: nn.ModuleList, is_last: bool) -> None:
         """Tell torch what to exchange and what to free after the backward pass of the next micro batch."""
-        assert isinstance(model, FSDPModule)
-        if self.sharding.exchange == "step":  # until then each process adds up whole gradients of its own samples
-            model.set_requires_gradient_sync(is_last)
-        else:  # parts are summed along `shard` after each micro batch, along `replicate` once, at the end
-            model.set_requires_all_reduce(is_last)
-        if self.sharding.keep_gathered:  # until the optimizer changes the parts: then a whole that is kept is stale
-            model.set_reshard_after_backward(is_last)
+        for root in roots:
+            assert isinstance(root, FSDPModule)
+            if self.sharding.exchange == "step":  # until then each process adds up whole gradients of its own samples
+                root.set_requires_gradient_sync(is_last)
+            else:  # parts are summed along `shard` after each micro batch, along `replicate` once, at the end
+                root.set_requires_all_reduce(is_last)
+            if self.sharding.keep_gathered:  # until the optimizer changes the parts: then a whole that is kept is stale
+                root.set_reshard_after_backward(is_last)
+
+
+def _choose_cut(num_processes: int, parameter: nn.Parameter) -> Shard:
+    """Return the dim along which a parameter of a unit with another mesh is cut: the first, if that has equal parts."""
+    # Such units hold few large things, such as the experts of a process: cut between these, some would have none.
+    has_parts = local(parameter).shape[0] % num_processes == 0
+    return Shard(0 if has_parts or parameter.dim() < 2 or parameter.shape[1] % num_processes else 1)
 
 
 def _watch_used_parameters(distributed: Distributed) -> None:
     """Let the processes agree in each step on the parameters that none of them has used."""
-    used = UsedParameters(distributed.model, distributed.mesh.world)
+    used = UsedParameters(distributed.model, distributed.mesh.world, distributed.roots, distributed.names)
     distributed.agreements.append(Agreement(used.take, used.drop_unused))
+    distributed.note_gradients.append(used.note)
 
 
 class ExchangedSums:
@@ -179,6 +199,7 @@ def find_pieces(model: nn.Module, unit: nn.Module, others: Sequence[nn.Module]) 
         own = list(module.parameters(recurse=False))
         return (
             module is not unit
+            and not isinstance(module, FSDPModule)  # it is sharded already, along the axes of another mesh
             and id(module) not in inner
             and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # FSDP2 refuses what has no forward
             and type(module).forward is not nn.Module.forward

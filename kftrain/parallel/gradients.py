@@ -12,11 +12,12 @@ them is none that they are gathered into; so both are errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -32,18 +33,25 @@ Gathered = dict[nn.Parameter, torch.Tensor]
 class UsedParameters:
     """The parameters of a sharded model that have had a gradient since the last step."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        assert isinstance(model, FSDPModule)
-        self._brings_zeros = hasattr(model, "set_reduce_scatter_unused_params")
-        if self._brings_zeros:
-            model.set_reduce_scatter_unused_params(True)
+    def __init__(
+        self, model: nn.Module, world: World, roots: nn.ModuleList | None = None, names: Sequence[str] = ()
+    ) -> None:
+        """Watch a model. `roots`: the outermost units, if it is none; `names`: of all processes, in the same order."""
+        roots = nn.ModuleList([model]) if roots is None else roots
+        self._brings_zeros = all(hasattr(root, "set_reduce_scatter_unused_params") for root in roots)
+        for root in roots:
+            assert isinstance(root, FSDPModule)
+            if self._brings_zeros:
+                root.set_reduce_scatter_unused_params(True)
         self._num_processes = world.size
-        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        named = {name.replace(_CHECKPOINT_PREFIX, ""): parameter for name, parameter in model.named_parameters()}
+        self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self._order = list(names) or list(self._parameters)
         self._used: set[str] = set()
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names = {parameter: name for name, parameter in named.items()}
         self._gathered: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}
         """Name -> a whole parameter, and its memory and version before the first forward."""
-        watch_units(model, self._watch)
+        watch_units(roots, self._watch)
 
     def take(self) -> list[float]:
         """Return 1 for each parameter that this process has used since the last call, 0 for the others.
@@ -58,16 +66,23 @@ class UsedParameters:
                 value=changed,
                 fix="change it in the model's after_step, or compute with a changed value: weight.clamp(…)",
             )
-        used = [float(name in self._used) for name in self._parameters]
+        used = [float(name in self._used) for name in self._order]
         self._used.clear()
         return used
+
+    def note(self) -> None:
+        """Take those for used that have a gradient now, whichever way it came: not all ways call hooks."""
+        self._used.update(name for name, (whole, _) in self._gathered.items() if whole.grad is not None)
 
     def drop_unused(self, num_users: list[float]) -> None:
         """Remove the zero gradients of parameters that no process has used. `num_users`: what all `take`, summed.
 
         Raises ConfigError where only some processes have used one, and this torch cannot bring zeros for the others.
         """
-        for (name, parameter), users in zip(self._parameters.items(), num_users, strict=True):
+        for name, users in zip(self._order, num_users, strict=True):
+            parameter = self._parameters.get(name)
+            if parameter is None:  # of another stage
+                continue
             if not users:
                 parameter.grad = None
             elif users < self._num_processes and not self._brings_zeros:

@@ -54,6 +54,9 @@ class Places(dict[str, list[Slot]]):
 
 HOST = torch.device("cpu")
 
+ABSENT: Part = ((0,), (0,))
+"""The part that a process has of a parameter of another stage: nothing."""
+
 _DTensor: Any = DTensor
 """`DTensor`, whose constructor is not typed."""
 
@@ -109,6 +112,8 @@ class Drawn:
         """Draw one parameter at a time; the whole of it is there until this process's part is cut out."""
 
         def draw_part(name: str, part: Part) -> torch.Tensor:
+            if part == ABSENT:
+                return torch.empty(0)
             whole = self.whole(name, torch.device("cpu"))
             return whole if whole.shape == part[1] else whole[index_in(part)].clone()  # a view would keep the whole
 
@@ -140,7 +145,7 @@ class Scattered:
 
     def fill(self, model: nn.Module, on_host: bool = False) -> None:
         """Send each process its part, one parameter after the other, from the first process. Collective."""
-        own = {name: part_of(stored_parameter(slots[0])) for name, slots in self.places.items()}
+        own = {name: part_in(slots[0]) for name, slots in self.places.items()}
         everyones = self._world.gather(own) if self._world.size > 1 else [own]
 
         def receive(name: str, part: Part) -> torch.Tensor:
@@ -333,18 +338,31 @@ def fill_parts(
     model: nn.Module, places: Places, local: Callable[[str, Part], torch.Tensor], device: torch.device
 ) -> None:
     """Give each parameter its local part, in memory of its own. `local`: returns it, by name and part."""
+    kept = {name: slots for name, slots in places.items() if has_parameter(slots[0])}
     for name, slots in places.items():
+        value = local(name, part_in(slots[0])).to(device)  # of absent ones, too: others may wait for theirs
+        if name not in kept:
+            continue
         empty = stored_parameter(slots[0])
-        value = local(name, part_of(empty)).to(device)
         if isinstance(empty, DTensor):
             # Not by from_local, which would bring an offloaded part back to the mesh's device.
             put_all(slots, parameter_like(empty, _DTensor(value, empty._spec, requires_grad=False)))
         else:  # the same object: torch's replicas have it already
             give_memory(empty, value)
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP looks for its parameters again
-    for name, slots in places.items():  # of distributed ones torch has made new ones meanwhile
+    for name, slots in kept.items():  # of distributed ones torch has made new ones meanwhile
         vars(stored_parameter(slots[0])).update(places.attributes[name])
     watch_units(model, lambda _, gathered: [vars(whole).update(vars(own)) for own, whole in gathered.items()])
+
+
+def part_in(slot: Slot) -> Part:
+    """Return the part that this process has of the parameter in a place; `ABSENT` where another stage has it."""
+    return part_of(stored_parameter(slot)) if has_parameter(slot) else ABSENT
+
+
+def has_parameter(slot: Slot) -> bool:
+    """Tell whether this process has the parameter of a place, or a part of it."""
+    return slot[0]._parameters[slot[1]] is not None
 
 
 def stored_parameter(slot: Slot) -> nn.Parameter:

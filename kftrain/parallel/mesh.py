@@ -5,13 +5,16 @@ Only the mesh answers how many different batches there are; `World` is the opera
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from kftrain.parallel.shape import AXES, NORM_AXES, Shape
+from kftrain.parallel.sequences import SequenceCut
+from kftrain.parallel.shape import NORM_AXES, SHARD_AXES, Shape
 from kftrain.parallel.world import World
 
 
@@ -28,8 +31,14 @@ class Mesh:
         """Place among the processes that read different samples."""
         self.counts_loss = shape.counts_loss(world.rank)
         """True where this process's loss terms count; where several compute the same ones, those of one do."""
+        self.sequence_cut = SequenceCut(shape.context, shape.coordinates(world.rank)["context"])
+        """The places of each sequence that this process computes."""
+        self.counts_buffers = shape.counts_buffers(world.rank)
+        """True where this process's changes of buffers count; where several make the same ones, those of one do."""
+        self.counts_rows = shape.counts_rows(world.rank)
+        """True where this process's rows count; where several read the same ones, those of one do."""
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
-        self._device_mesh: DeviceMesh | None = None
+        self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     @classmethod
     def of_copies(cls, world: World) -> Mesh:
@@ -61,17 +70,45 @@ class Mesh:
             self._groups[key] = group
         return self._groups[key]
 
-    def device_mesh(self) -> DeviceMesh:
-        """Return the axes `replicate` and `shard`, and `tensor` where there is one, as torch's own mesh.
+    def own_group(self, axes: Collection[str]) -> dist.ProcessGroup:
+        """Return a new group of the processes that `group` returns, for what others' exchanges must not hold up.
 
-        It is one object: what is spread along an axis must know the others. Collective when first asked.
+        Collective.
         """
-        if self._device_mesh is None:
-            # With both data axes, even if they have size 1: FSDP asks for them by name.
-            names = ("replicate", "shard", *(["tensor"] if self.shape.tensor > 1 else []))
-            rest = [axis for axis in AXES if axis not in names]
-            assert all(getattr(self.shape, axis) == 1 for axis in rest), self.shape
-            ranks = torch.arange(self.world.size).reshape([getattr(self.shape, axis) for axis in names])
-            groups = [self.group([axis]) for axis in names]
-            self._device_mesh = DeviceMesh.from_group(groups, self.world.device.type, mesh=ranks, mesh_dim_names=names)
-        return self._device_mesh
+        ranks = dist.get_process_group_ranks(self.group(axes))
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=self.world.timeout, use_local_synchronization=True)
+        return group
+
+    def device_mesh(self) -> DeviceMesh:
+        """Return the axes `replicate` and `shard`, and `tensor` where there is one, of this process's stage.
+
+        It is torch's own mesh, and one object: what is spread along an axis must know the others. Its `shard` holds all
+        of `SHARD_AXES`, with `context` innermost. Collective when first asked.
+        """
+        # With both data axes, even if they have size 1: FSDP asks for them by name.
+        axes: dict[str, Collection[str]] = {"replicate": ["replicate"], "shard": SHARD_AXES}
+        return self._fold(axes | ({"tensor": ["tensor"]} if self.shape.tensor > 1 else {}))
+
+    def expert_mesh(self) -> DeviceMesh:
+        """Return the axes `replicate`, `shard` and `expert`, as torch's mesh of what the experts of a layer are.
+
+        Its `shard` holds the processes that have the same experts. Collective when first asked.
+        """
+        return self._fold({"replicate": ["replicate"], "shard": ["shard", "context"], "expert": ["expert"]})
+
+    def _fold(self, axes: dict[str, Collection[str]]) -> DeviceMesh:
+        """Return torch's mesh of these axes, each of which holds some of ours; along all others it has this place."""
+        key = tuple(axes)
+        if key not in self._device_meshes:
+            sizes, places = asdict(self.shape), self.shape.coordinates(self.world.rank)
+            outermost_first = list(reversed(places))  # as the numbers of the processes count
+            ranks = torch.arange(self.shape.size).reshape([sizes[axis] for axis in outermost_first])
+            kept = [axis for axis in outermost_first if any(axis in folded for folded in axes.values())]
+            ranks = ranks[tuple(slice(None) if axis in kept else places[axis] for axis in outermost_first)]
+            order = [kept.index(axis) for folded in axes.values() for axis in kept if axis in folded]
+            shape = [math.prod(sizes[axis] for axis in folded) for folded in axes.values()]
+            groups = [self.group(folded) for folded in axes.values()]
+            device = self.world.device.type
+            ranks = ranks.permute(order).reshape(shape)
+            self._device_meshes[key] = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=key)
+        return self._device_meshes[key]

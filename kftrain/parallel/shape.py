@@ -20,7 +20,10 @@ DATA_AXES = ("replicate", "shard", "expert")
 LOSS_AXES = (*DATA_AXES, "context")
 """Along these each process has loss terms of its own; along the others the same ones."""
 
-NORM_AXES = ("shard", "tensor", "pipeline", "expert")
+SHARD_AXES = ("shard", "expert", "context")
+"""Along these a strategy that shards cuts what all processes compute with; they are neighbours in the numbering."""
+
+NORM_AXES = (*SHARD_AXES, "tensor", "pipeline")
 """Along these each process has gradients of its own; along the others the same ones, once they are reduced."""
 
 _OUTERMOST_FIRST = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
@@ -54,6 +57,11 @@ class Shape:
         """Number of different batches at a time."""
         return self._size_of(DATA_AXES)
 
+    @property
+    def num_shards(self) -> int:
+        """Number of processes that share one copy of what no expert and no stage has for itself."""
+        return self._size_of(SHARD_AXES)
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a process on each axis."""
         places = {}
@@ -72,6 +80,14 @@ class Shape:
     def counts_loss(self, rank: int) -> bool:
         """Tell whether a process's loss terms count: of several that compute the same ones, the first one's do."""
         return not any(place for axis, place in self.coordinates(rank).items() if axis not in LOSS_AXES)
+
+    def counts_buffers(self, rank: int) -> bool:
+        """Tell whether a process adds to buffers that are sums: of several with the same stage and places, one does."""
+        return not any(place for axis, place in self.coordinates(rank).items() if axis not in (*LOSS_AXES, "pipeline"))
+
+    def counts_rows(self, rank: int) -> bool:
+        """Tell whether a process's rows count: of several that read the same ones, the first one's do."""
+        return not any(place for axis, place in self.coordinates(rank).items() if axis not in DATA_AXES)
 
     def groups(self, axes: Collection[str]) -> list[list[int]]:
         """List the groups of processes that differ along these axes only; together they are all processes."""
@@ -102,6 +118,25 @@ def require_equal_sizes(sizes: Mapping[str, int], num_processes: int, sequence_p
             require_equal_parts(name, size, num_processes, " or parallel.sequence_parallel: false")
 
 
+def require_chunks(length: int, context: int, parts_of_each: int = 1) -> int:
+    """Return what must divide the length of a sequence that `context` processes share.
+
+    Raises ConfigError, which names numbers that would do, where it does not.
+
+    `parts_of_each`: number of equal parts that each one's places must have besides.
+    """
+    multiple = math.lcm(2 * context, context * parts_of_each)  # two chunks for each process
+    fitting = -(-length // multiple) * multiple
+    if length % multiple:
+        raise ConfigError(
+            f"cannot be cut for {context} processes, as parallel.context asks for",
+            where=f"model {SEQUENCE_LENGTH}",
+            value=length,
+            fix=f"use a multiple of {multiple} such as {fitting}, or another parallel.context",
+        )
+    return multiple
+
+
 def require_parts(name: str, size: int, count: int) -> None:
     """Raises ConfigError where the last of `count` processes, or one before it, would have nothing."""
     # Cut as torch.chunk cuts: all parts but the last are equal, rounded up.
@@ -114,13 +149,13 @@ def require_parts(name: str, size: int, count: int) -> None:
         )
 
 
-def require_equal_parts(name: str, size: int, count: int, more: str = "") -> None:
+def require_equal_parts(name: str, size: int, count: int, more: str = "", axis: str = "tensor") -> None:
     """Raises ConfigError, which names numbers that would do, where `count` does not divide `size`."""
     if size % count:
         raise ConfigError(
-            f"has no {count} equal parts, as parallel.tensor asks for",
+            f"has no {count} equal parts, as parallel.{axis} asks for",
             where=f"model {name}",
             value=size,
-            fix=f"use a multiple of {count} such as {-(-size // count) * count}, or parallel.tensor: "
+            fix=f"use a multiple of {count} such as {-(-size // count) * count}, or parallel.{axis}: "
             f"{math.gcd(size, count)}{more}",
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,26 @@ def sum_over_parts(values: Sequence[torch.Tensor], like: Sequence[torch.Tensor])
         for place, part in zip(places, torch.split(flat, [values[place].numel() for place in places]), strict=True):
             sums[place] = part.view_as(values[place])
     return sums
+
+
+def list_cut_matrices(tensor: torch.Tensor, part: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """List this process's parts of matrices, each with a tensor that is cut as it is: arguments of `apply_to_whole`.
+
+    A matrix is listed in any case, and those of a stack `[n, rows, columns]` where something cuts them; one that is cut
+    between its matrices only has none. `part`: of `tensor`, or of another one that is cut as it is.
+    """
+    if tensor.dim() == 2:
+        return [(part, tensor)]
+    # Along an axis that cuts between matrices the others have other ones, and no part in these.
+    cuts: list[Any] = [(axis, tensor.placements[axis]) for axis in find_cut_axes(tensor)]  # type: ignore[attr-defined]
+    inner = {axis: Shard(placement.dim - 1) for axis, placement in cuts if placement.dim}
+    if not inner:
+        return []
+    assert isinstance(tensor, DTensor)
+    names = tensor.device_mesh.mesh_dim_names or ()
+    mesh = tensor.device_mesh[tuple(names[axis] for axis in inner)]
+    form: Any = {"shape": tensor.shape[1:], "stride": (tensor.shape[2], 1)}
+    return [(matrix, DTensor.from_local(matrix, mesh, list(inner.values()), **form)) for matrix in part.unbind()]
 
 
 @dataclass(frozen=True)

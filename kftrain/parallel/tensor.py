@@ -66,8 +66,8 @@ class SplitTensors:
         # made above, and must find its local part there. Each unit has only its own parameters, because sharding (which
         # is applied later) makes those of a block whole when the block is called, not when the model is.
         for unit in (*blocks, ""):
-            module = model.get_submodule(unit)
-            module.forward = _use_local_parameters(module.forward, _list_slots(model, unit, blocks), draws)
+            for module in [model.get_submodule(unit)] if unit else distributed.roots:
+                module.forward = _use_local_parameters(module.forward, _list_slots(model, unit, blocks), draws)
         distributed.after_backward.append(CopiedParameters(places, partial, peers))
 
     def _build_forward(

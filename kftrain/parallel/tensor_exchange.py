@@ -70,16 +70,24 @@ class Peers:
 
     def sum_to_own_part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this process's part of the sum over all. Collective. Raises ConfigError as `take_own_part` does."""
-        parts = self._view_parts(tensor, dim).contiguous()
+        return self.sum_parts(self._view_parts(tensor, dim))
+
+    def exchange_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        """Send each process its part of `[size, ...]`; return what all have sent to this one, likewise. Collective."""
+        received = parts.new_empty(parts.shape)
+        dist.all_to_all_single(received.view(-1), parts.reshape(-1), group=self.group)
+        return received
+
+    def sum_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all processes of their parts for this one. `parts`: `[size, ...]`. Collective."""
+        parts = parts.contiguous()
         if parts.device.type != "cpu":
             own = parts.new_empty(parts.shape[1:])
             _reduce_scatter(own.view(-1), parts.view(-1), group=self.group)
             return own
         # Gloo has no reduce-scatter; torch would all-reduce the whole, which sends twice as much. Each process is sent
         # only its own part by every other one, and sums in the order of the ranks.
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received.view(-1), parts.view(-1), group=self.group)
-        return received.sum(0)
+        return self.exchange_parts(parts).sum(0)
 
     def _view_parts(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """View the equal parts along a dim as `[size, ...]`. Raises ConfigError where there are none."""

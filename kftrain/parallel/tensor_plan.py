@@ -122,7 +122,8 @@ def _require_fit(name: str, module: nn.Module, part: SplitModule, num_processes:
         raise _error(f"{part.kind} is for nn.{needed}", f"{name}: {type(module).__name__}", f"name the nn.{needed}")
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
         raise _error("an embedding with max_norm, sparse or scale_grad_by_freq cannot be split", name, "leave them out")
-    if isinstance(module, nn.Linear | nn.Embedding) and part.kind in _TYPES:
+    # One whose weight another stage has is not called here.
+    if isinstance(module, nn.Linear | nn.Embedding) and part.kind in _TYPES and module.weight is not None:
         dim = 1 if part.kind == "row" else 0
         height, rest = divmod(module.weight.shape[dim], part.num_matrices)
         if rest:

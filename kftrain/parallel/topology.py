@@ -52,9 +52,10 @@ def count_groups_apart(shape: Shape, places: Sequence[Site], axis: str) -> tuple
 def describe_axes_across_nodes(shape: Shape, places: Sequence[Site]) -> list[str]:
     """Return a line for each axis that belongs inside a node and leaves it. `places`: empty for a single node.
 
-    `tensor` belongs inside a node, and so does `shard` where there are several copies of the state.
+    `context` and `tensor` belong inside a node, and so does `shard` where there are several copies of the state.
     """
-    inner = [*(["tensor"] if shape.tensor > 1 else []), *(["shard"] if min(shape.shard, shape.replicate) > 1 else [])]
+    talkative = [axis for axis in ("context", "tensor") if getattr(shape, axis) > 1]
+    inner = [*talkative, *(["shard"] if min(shape.shard, shape.replicate) > 1 else [])]
     lines = []
     for axis in inner if places else []:
         on_nodes, in_racks = count_groups_apart(shape, places, axis)

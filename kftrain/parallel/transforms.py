@@ -25,7 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
+from kftrain.parallel.context import CutSequences
 from kftrain.parallel.distributed import Distributed, Transform
+from kftrain.parallel.expert import SpreadExperts
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
 from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.initialize import Places, places_of, set_hooks, stored_parameter
@@ -54,12 +56,13 @@ class Recompute:
                 value="blocks",
                 fix="name them in a method blocks() of the model, or set it to none",
             )
-        units = {id(distributed.model.get_submodule(name)) for name in blocks}
+        modules = {name: distributed.model.get_submodule(name) for name in blocks}
+        wrappers = {id(module): checkpoint_wrapper(module) for module in modules.values()}
         # Lists, since wrapping changes what is walked; all places of a block, since a model may keep it in several.
-        for parent in list(distributed.model.modules()):
+        for parent in [*distributed.model.modules(), *distributed.roots.modules()]:
             for name, child in list(parent.named_children()):
-                if id(child) in units:
-                    setattr(parent, name, checkpoint_wrapper(child))
+                if id(child) in wrappers:
+                    setattr(parent, name, wrappers[id(child)])
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,11 @@ def list_transforms(
     `forward_only`: there will be no backward pass.
     """
     first: list[Transform] = [SplitTensors(parallel.sequence_parallel, split_logits)] if shape.tensor > 1 else []
+    first += [SpreadExperts()] if shape.expert > 1 else []
+    first += [CutSequences()] if shape.context > 1 else []
     first += [Recompute()] if recompute_blocks else []
     formats = (precision.compute, precision.reduce)
-    if shape.replicate * shape.shard == 1:
+    if shape.replicate * shape.num_shards == 1:
         return [*first, ToDevice(), Formats(*formats)]
     if parallel.stage == "ddp" and shape.size == shape.replicate:
         return [*first, ToDevice(), Replicate(*formats)]
@@ -203,13 +208,13 @@ def resolve_strategy(
     """
     shape = mesh.shape
     _require_memory_elsewhere(parallel, mesh)
-    if parallel.stage != "auto" or shape.replicate * shape.shard == 1:
+    if parallel.stage != "auto" or shape.replicate * shape.num_shards == 1:
         return parallel, ""
     memory_bytes = min(mesh.world.gather(measure_memory(mesh.world.device)))
     split = shape.tensor * shape.pipeline  # along these a process has its part of the parameters only
     parameter_bytes = 4 * sum(parameter.numel() for parameter in model.parameters()) // split
     # The smallest memory of all, so that all processes come to the same answer.
-    choice = choose_strategy(parameter_bytes, memory_bytes, shape.shard, num_micro_batches > 1, half)
+    choice = choose_strategy(parameter_bytes, memory_bytes, shape.num_shards, num_micro_batches > 1, half)
     line = f"parallel.strategy: auto takes {choice.strategy}: {choice.reason}"
     return parallel.model_copy(update={"strategy": choice.strategy}), line
 
@@ -228,7 +233,7 @@ def measure_memory(device: torch.device) -> int:
 def _require_memory_elsewhere(parallel: ParallelConfig, mesh: Mesh) -> None:
     if not parallel.offload:
         return
-    on_cpu, is_alone = mesh.world.device.type == "cpu", mesh.shape.replicate * mesh.shape.shard == 1
+    on_cpu, is_alone = mesh.world.device.type == "cpu", mesh.shape.replicate * mesh.shape.num_shards == 1
     if on_cpu or is_alone:
         raise ConfigError(
             "there is no accelerator whose memory would be relieved"

@@ -13,6 +13,7 @@ from kftrain import launch, tracking
 from kftrain.config import Config
 from kftrain.core import credentials, storage
 from kftrain.core.plugins import is_plugin
+from kftrain.data.order import BatchPlan
 from kftrain.errors import ConfigError, LaunchError, TrackingError
 from kftrain.launch.kubernetes.reachable import require_remote_storage, require_tracking_server
 from kftrain.models import options
@@ -107,6 +108,9 @@ def check_batch(config: Config) -> None:
         what = f"{num_data_ranks} processes cannot share a batch of {batch} samples"
         fix = "raise it, or lower launch.nodes or launch.processes_per_node"
         raise ConfigError(what, where="train.global_batch_size", fix=fix)
+    plan = BatchPlan(batch, num_data_ranks, config.train.micro_batch_size)
+    if per_node != "auto":
+        config.parallel.require_micro_batches(plan.num_micro_batches)
 
 
 def check_samples(config: Config, num_samples: int) -> None:

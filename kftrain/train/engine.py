@@ -100,6 +100,10 @@ class Engine(Protocol):
         """Parts that a checkpoint must hold."""
 
     @property
+    def num_parameters(self) -> int:
+        """Numbers in all parameters of the model, over all processes."""
+
+    @property
     def num_norm_samples(self) -> int | None:
         """Number of samples that share statistics of batch norms; None where the model trains none."""
 

@@ -33,7 +33,7 @@ from kftrain.train.engine import Engine, StepNumbers
 from kftrain.train.recorder import Recorder
 from kftrain.train.saves import Saves
 from kftrain.train.settings import OptimizerConfig
-from kftrain.train.step import seed_step
+from kftrain.train.step import ask_metrics, seed_step
 from kftrain.train.usage import DataMetrics
 
 
@@ -145,7 +145,7 @@ class Loop:
         # One exchange for everything: as a sum a flag is set for all where one has set it. Every decision that could
         # differ (a signal, a clock, a thread's end) is read here once, and nowhere else in the step.
         batch, saves = next(batches, None), self._saves
-        own = batch.num_terms if batch is not None and self._engine.mesh.counts_loss else 0
+        own = batch.num_terms if batch is not None and self._engine.mesh.counts_rows else 0
         bad_samples = [] if batch is None else batch.bad_samples
         flags = (self._stop.requested, saves.busy, saves.overdue, saves.due, bad_samples)
         answers = self._world.sum([own, *(float(bool(flag)) for flag in flags), *values])
@@ -219,7 +219,8 @@ class Loop:
         if self._world.is_main:
             num_steps = done - self._last_recorded
             finite = {name: value for name, value in values.items() if math.isfinite(value)}
-            self._recorder.record(done, finite, num_steps, num_steps * self._config.train.global_batch_size, data)
+            costs = {**data, **ask_metrics(self._engine.model)}
+            self._recorder.record(done, finite, num_steps, num_steps * self._config.train.global_batch_size, costs)
         self._last_recorded = done
 
     def _validate(self, done: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kftrain.errors import ConfigError
+from kftrain.parallel.expert import read_expert_plan
 from kftrain.parallel.sharded import ALONE, Team
 from kftrain.train.optimizer_kinds import MATCHING, Adafactor, AdamW, Group, Lamb, Muon, Sgd, SkippingOptimizer
 from kftrain.train.settings import OptimizerConfig, ParameterGroup
@@ -35,15 +36,17 @@ def list_parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def assign_groups(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[nn.Parameter, ParameterGroup]:
+def assign_groups(
+    model: nn.Module, groups: Sequence[ParameterGroup], is_part: bool = False
+) -> dict[nn.Parameter, ParameterGroup]:
     """Give each parameter its group: the first whose pattern fits any of the parameter's names, or `OTHERS`.
 
-    Raises ConfigError for a pattern that fits no name.
+    Raises ConfigError for a pattern that fits no name, unless the model `is_part` of one: a stage has not all names.
     """
     names = list_parameter_names(model)
     all_names = [name for several in names.values() for name in several]
     for number, group in enumerate(groups):
-        if not any(fnmatchcase(name, group.pattern) for name in all_names):
+        if not is_part and not any(fnmatchcase(name, group.pattern) for name in all_names):
             near = difflib.get_close_matches(group.pattern, all_names, n=NUM_SHOWN, cutoff=0.0)
             raise ConfigError(
                 "the pattern fits no parameter of the model",
@@ -112,36 +115,55 @@ def build_optimizer(
     blocks: Collection[str] = (),
     compute: torch.dtype = torch.float32,
     replicas: Team = ALONE,
+    is_part: bool = False,
 ) -> Optimizer:
     """Build the optimizer of the model's parameters that are trained.
 
     Weight decay is on tensors of two and more dims only, where a group of the configuration does not say otherwise.
     `blocks`: names of the modules whose matrices are Muon's; `compute`: the format of the computation;
-    `replicas`: the processes that have the same of what is not spread. Raises ConfigError.
+    `replicas`: the processes that have the same of what is not spread. `is_part`: this process has a stage of a model.
+    Raises ConfigError.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ConfigError("sparse gradients are not trained with", where=f"model {name}", fix="leave sparse out")
-    groups = {weight: group for weight, group in assign_groups(model, config.groups).items() if weight.requires_grad}
+    assigned = assign_groups(model, config.groups, is_part)
+    groups = {weight: group for weight, group in assigned.items() if weight.requires_grad}
+    if not groups:  # a stage whose parameters are all frozen
+        return Optimizer({})
     if config.kind != "muon":
         return Optimizer(dict([_build_member(config.kind, groups, config, compute, replicas)]))
-    # Muon is for the matrices between layers: embeddings, the head and vectors are AdamW's, as in Jordan et al.
-    hidden = _list_hidden(model, blocks)
-    chosen = {
-        weight: group
-        for weight, group in groups.items()
-        if weight.dim() == 2 and (weight in hidden if group.muon is None else group.muon)
-    }
-    if not chosen:
+    if not is_part:
+        require_matrices(model, config, blocks)
+    chosen = _choose_for_muon(model, groups, blocks)
+    others = {weight: group for weight, group in groups.items() if weight not in chosen}
+    kinds = {"muon": chosen, "adamw": others}
+    return Optimizer(dict(_build_member(kind, of, config, compute, replicas) for kind, of in kinds.items() if of))
+
+
+def require_matrices(model: nn.Module, config: OptimizerConfig, blocks: Collection[str]) -> None:
+    """Raises ConfigError where Muon is to update a model without matrices within its blocks."""
+    if config.kind == "muon" and not _choose_for_muon(model, assign_groups(model, config.groups), blocks):
         raise ConfigError(
             "the model has no matrices within blocks, which Muon could update",
             where="optimizer.kind",
             value="muon",
             fix="name blocks in a method blocks() of the model, or set muon in optimizer.groups",
         )
-    others = {weight: group for weight, group in groups.items() if weight not in chosen}
-    kinds = {"muon": chosen, "adamw": others}
-    return Optimizer(dict(_build_member(kind, of, config, compute, replicas) for kind, of in kinds.items() if of))
+
+
+def _choose_for_muon(
+    model: nn.Module, groups: Mapping[nn.Parameter, ParameterGroup], blocks: Collection[str]
+) -> dict[nn.Parameter, ParameterGroup]:
+    """Choose the matrices between layers: embeddings, the head and vectors are AdamW's, as in Jordan et al."""
+    hidden, stacks = _list_hidden(model, blocks), _list_stacks(model)
+    return {
+        weight: group
+        for weight, group in groups.items()
+        if weight.requires_grad
+        and (weight.dim() == 2 or weight in stacks)
+        and (weight in hidden if group.muon is None else group.muon)
+    }
 
 
 def _list_hidden(model: nn.Module, blocks: Collection[str]) -> set[nn.Parameter]:
@@ -152,6 +174,17 @@ def _list_hidden(model: nn.Module, blocks: Collection[str]) -> set[nn.Parameter]
         weight
         for weight, names in list_parameter_names(model).items()
         if weight not in embeddings and any(name.startswith(begins) for name in names)
+    }
+
+
+def _list_stacks(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that hold the matrices of experts, one after the other."""
+    patterns, names_of = read_expert_plan(model), list_parameter_names(model)
+    return {
+        weight
+        for weight, names in names_of.items()
+        if weight.dim() == 3
+        and any(fnmatchcase(name.rpartition(".")[0], pattern) for name in names for pattern in patterns)
     }
 
 

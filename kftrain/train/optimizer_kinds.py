@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from kftrain.parallel.sharded import ALONE, Team, apply_to_whole, index_of, local, sum_over_parts
+from kftrain.parallel.sharded import ALONE, Team, apply_to_whole, index_of, list_cut_matrices, local, sum_over_parts
 
 Group = dict[str, Any]
 """A parameter group of torch: `params`, and the settings that hold for them."""
@@ -202,7 +202,8 @@ class Muon(SkippingOptimizer):
 
     The numbers are those of `torch.optim.Muon`, whose iteration is always in bf16; here it is in the format of the
     computation, since in bf16 the last bit of a gradient, which no two layouts share, tips roundings. And torch's
-    leaves it to distributed tensors, which round otherwise; here a matrix is brought together on one process.
+    leaves it to distributed tensors, which round otherwise; here a matrix is brought together on one process. Of a
+    stack, `[experts, rows, columns]`, each matrix is taken by itself.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class Muon(SkippingOptimizer):
 
     def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Start with a count of 0 and a momentum of 0."""
-        assert parameter.dim() == 2, parameter.shape
+        assert parameter.dim() in (2, 3), parameter.shape
         return {"step": make_zero(parameter), "momentum_buffer": make_zeros(parameter)}
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
@@ -241,23 +242,41 @@ class Muon(SkippingOptimizer):
                 gradient.copy_(buffer)
         # Cast before the exchange: it moves all matrices there and back, so half as much in bf16.
         casts = [gradient.to(self._compute) for gradient in gradients]
-        directions = apply_to_whole(casts, parameters, orthogonalize, self._replicas)
-        for parameter, direction in zip(parameters, directions, strict=True):
+        for parameter, direction in zip(parameters, self._make_directions(casts, parameters), strict=True):
             weights, rate = local(parameter), group["lr"] * _choose_rate_factor(group["scale"], parameter.shape)
             weights.mul_(1 - group["lr"] * group["weight_decay"] * counts)
             weights.sub_(direction.float().mul_(rate * counts))
 
+    def _make_directions(self, casts: list[torch.Tensor], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Make matrices orthogonal, of a stack each by itself; return this process's parts. Collective."""
+        cuts = [list_cut_matrices(parameter, cast) for parameter, cast in zip(parameters, casts, strict=True)]
+        parts, like = ([pair[place] for pairs in cuts for pair in pairs] for place in (0, 1))
+        done = iter(apply_to_whole(parts, like, orthogonalize, self._replicas))
+        directions = []
+        for pairs, cast in zip(cuts, casts, strict=True):
+            results = [next(done) for _ in pairs]
+            if not results:  # a stack whose matrices are whole is done where it is, all of them in one product
+                directions.append(orthogonalize(cast))
+            else:
+                directions.append(results[0] if cast.dim() == 2 else torch.stack(results))
+        return directions
+
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Return about the nearest matrix with orthonormal rows or columns, by Newton-Schulz, in the matrix's format."""
+    """Return about the nearest matrix with orthonormal rows or columns, by Newton-Schulz, in the matrix's format.
+
+    Of a stack `[n, rows, columns]` each matrix by itself.
+    """
     a, b, c = COEFFICIENTS
-    is_tall = matrix.size(0) > matrix.size(1)
-    wide = matrix.T if is_tall else matrix  # the products with its transpose are then the smaller ones
-    wide = wide / wide.norm().clamp(min=EPSILON)  # no singular value is above 1: else the iteration diverges
+    is_tall = matrix.size(-2) > matrix.size(-1)
+    wide = matrix.mT if is_tall else matrix  # the products with its transpose are then the smaller ones
+    norms = wide.norm(dim=(-2, -1), keepdim=True)
+    wide = wide / norms.clamp(min=EPSILON)  # no singular value is above 1: else the iteration diverges
+    multiply_and_add = torch.addmm if wide.dim() == 2 else torch.baddbmm
     for _ in range(NUM_ITERATIONS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if is_tall else wide
+        gram = wide @ wide.mT
+        wide = multiply_and_add(wide, multiply_and_add(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if is_tall else wide
 
 
 @functools.cache
@@ -266,7 +285,7 @@ def _choose_rate_factor(scale: Scale, shape: tuple[int, ...]) -> float:
 
     The latter makes updates of any shape as large as AdamW's (arXiv:2502.16982).
     """
-    rows, columns = shape
+    rows, columns = shape[-2:]
     return 0.2 * math.sqrt(max(rows, columns)) if scale == MATCHING else math.sqrt(max(1.0, rows / columns))
 
 

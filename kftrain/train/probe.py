@@ -24,18 +24,31 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from kftrain.data.loader import MicroBatch
+from kftrain.data.schema import Arrays
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.evaluate.score import statistics_of
+from kftrain.models.base import run_pieces
 from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
+from kftrain.parallel.buffers import read_reductions
 from kftrain.parallel.formats import cast_inputs
 from kftrain.parallel.initialize import Weights, isolate_generators, parameter_like, put_all, seed_all, stored_parameter
 from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import prepare_batch, require_sequence_dims
-from kftrain.train.step import call_after_step, compute_loss_sum, count_loss_terms, receive_tensors
+from kftrain.train.stage_modules import list_pieces
+from kftrain.train.step import (
+    call_after_step,
+    compute_loss_sum,
+    count_loss_terms,
+    give_row_weights,
+    receive_tensors,
+)
 
 ROWS = 2
 """Number of rows that are tried from the front of a process's first micro batch, and as many from its end."""
+
+MAX_PLACES = 512
+"""Number of places of a sequence that are tried where several processes share it, rounded up to what they divide."""
 
 NUM_CHANCES = 8
 """Number of passes in which calls are observed that may depend on chance. Of six blocks that are each left out once in
@@ -53,8 +66,12 @@ class LossObservation:
     """Calls of the model and of the candidates for its blocks, in each computation of the loss."""
     changed: dict[str, str]
     """Name of a buffer that the loss has changed -> digest of its new content."""
-    draws: bool = False
+    batch_draws: bool = False
     """True where `task.batch` draws torch's random numbers: a step seeds those, so it is called within the step."""
+    draws: bool = False
+    """True where the loss draws random numbers."""
+    steps_use_parameters: bool = False
+    """True where `after_step` reads or changes parameters."""
 
 
 def observe_loss(
@@ -94,7 +111,9 @@ def observe_loss(
             is_random, calls = _read_generators(device) != chance, [log.take()]
             _require_no_new_tensors(model, saved)
             changed = _hash_changed_buffers(model, buffers)
-            call_after_step(model)  # after that: what it changes is the same everywhere, once what it reads is combined
+            uses = call_after_step(
+                model
+            )  # after that: what it changes is the same everywhere, once what it reads is combined
             attributes = read_attributes(model)
             with evaluating(model), torch.no_grad():
                 statistics_of(model, task, micro.arrays, device)
@@ -115,7 +134,37 @@ def observe_loss(
             with lend_copies(model, device, torch.float32, lender):
                 loss_again(micro, turn)
             calls.append(log.take())
-    return LossObservation(calls, changed, draws)
+    return LossObservation(calls, changed, draws, is_random, uses)
+
+
+def require_pieces(
+    model: nn.Module, task: TrainingTask, micro: MicroBatch, device: torch.device, seed: tuple[int, int], lender: Lender
+) -> None:
+    """Raises ConfigError where the pieces of a model do not compute what its forward does, or count otherwise."""
+    tensors, losses = receive_tensors(task, take_first_rows(micro, ROWS), device), []
+    pieces, counts = list_pieces(model), list[dict[str, torch.Tensor]]()
+
+    def run_one_by_one(*inputs: Any) -> Any:  # as if they were stages
+        value = None
+        for piece in pieces:
+            give_row_weights(model, tensors.weight)
+            value = run_pieces(model, [piece], value, inputs)
+        return value
+
+    for compute in (model, run_one_by_one):
+        with lend_copies(model, device, torch.float32, lender), isolate(seed, device):
+            losses.append(compute_loss_sum(compute, task, tensors).item())
+            counts.append({name: model.get_buffer(name).double() for name in read_reductions(model)})
+    if abs(losses[0] - losses[1]) > TOLERANCE * abs(losses[0]):
+        what, value = "the pieces of stages() do not compute what forward does", f"{losses[1]:.6g}, not {losses[0]:.6g}"
+        raise ConfigError(what, where="model.stages", value=value, fix="let forward run the same pieces")
+    for name, of_forward in counts[0].items():
+        if not torch.allclose(of_forward, counts[1][name], rtol=TOLERANCE, atol=0.0, equal_nan=True):
+            raise ConfigError(
+                "the pieces of stages(), as stages of their own, do not add to a buffer what forward does",
+                where=f"model {name}",
+                fix="count within the pieces, each of them for itself",
+            )
 
 
 def rehearse(
@@ -166,6 +215,23 @@ def require_equal_buffers(seen: list[LossObservation], combined: Collection[str]
 def take_first_rows(micro: MicroBatch, count: int = 2 * ROWS) -> MicroBatch:
     """Return a micro batch of the first rows; by default with all that a dry run needs."""
     return _slice_rows(micro, slice(count))
+
+
+def shorten_sequences(task: TrainingTask, multiple: int) -> None:
+    """Let a task make batches of the first places of its sequences, `multiple` or a few times that.
+
+    A dry run needs no long ones, which may be too long for one process.
+    """
+    make, dims = task.batch, task.sequence_dims
+    num_places = multiple * -(-MAX_PLACES // multiple)
+
+    def make_short(arrays: Arrays) -> dict[str, torch.Tensor]:
+        return {
+            name: whole.narrow(dims[name], 0, min(num_places, whole.shape[dims[name]])) if name in dims else whole
+            for name, whole in make(arrays).items()
+        }
+
+    setattr(task, "batch", make_short)  # noqa: B010 - mypy knows methods of classes only
 
 
 def _slice_rows(micro: MicroBatch, rows: slice) -> MicroBatch:

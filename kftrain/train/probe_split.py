@@ -1,4 +1,6 @@
-"""Compares a model whose matrices are split with the whole one: outputs, loss and gradients must be the same.
+"""Compares a model whose matrices are split, or whose sequences are cut, with the whole one.
+
+Outputs, loss and gradients must be the same.
 
 The weights are drawn for this test alone, none zero and no two alike: behind a projection that begins at zero no
 gradient would show a mistake. The model is in training mode, but its dropouts drop nothing, since the masks of parts
@@ -18,7 +20,7 @@ import functools
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,11 +33,15 @@ from torch.utils._pytree import tree_leaves
 from kftrain.core.progress import to_log
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import ConfigError
+from kftrain.parallel.context import AXIS as CONTEXT
+from kftrain.parallel.context import CutSequences
 from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.initialize import places_of, stored_parameter
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.sequences import WHOLE_SEQUENCES, SequenceCut
 from kftrain.parallel.sharded import index_of
-from kftrain.parallel.tensor import AXIS, CopiedParameters, SplitTensors
+from kftrain.parallel.tensor import AXIS as TENSOR
+from kftrain.parallel.tensor import CopiedParameters, SplitTensors
 from kftrain.parallel.tensor_plan import SplitModule, read_plan
 from kftrain.tasks.base import TrainingTask
 from kftrain.train import probe
@@ -59,6 +65,18 @@ Label = tuple[str, str, int]
 """Name of a module or a parameter; `output`, `loss`, `gradient`, or `mask` (who draws a dropout's mask: each process
 for itself, or all alike); and a number where there are several."""
 
+FIX_OF_SPLITS = (
+    "see tensor_plan(): name the module as sequence, or a dropout as random, where it is given a part of "
+    "the places only, and let nothing between the matrices depend on other places than its own; or set it to 1"
+)
+FIX_OF_CUTS = (
+    "see context_plan(): compute positions before the cut, and let nothing behind it but the attention depend on other "
+    "places than its own; or set it to 1"
+)
+
+Shares = Callable[[str, str], float | None]
+"""Name and kind of a label -> factor of each process's numbers in the sum over all; None where each has its own."""
+
 Record = dict[Label, list[list[float]]]
 """Label -> products, in the order of computation: of a split model this process's, in a list of one; of a whole model a
 list for the part of each process."""
@@ -69,19 +87,19 @@ def require_same_as_whole(
     task: TrainingTask,
     micro: MicroBatch,
     mesh: Mesh,
-    splitting: SplitTensors,
+    splitting: SplitTensors | CutSequences,
     names: Sequence[str],
     units: Sequence[str],
     seed: int,
 ) -> None:
-    """Refuse a plan under which the split model computes other numbers than the whole one. Collective.
+    """Refuse a plan under which the spread model computes other numbers than the whole one. Collective.
 
     Args:
         model: The whole model; it is split for the comparison only.
         task: Computes the loss.
         micro: Rows to try, of which the first few are taken; the same on all processes of the axis.
-        mesh: Layout with the axis `tensor`.
-        splitting: The transform that splits the model.
+        mesh: Layout with the axis of the transform.
+        splitting: The transform that splits the model's matrices, or cuts its sequences.
         names: Names of the model's blocks.
         units: Names of the blocks that borrow their weights for the time of each call (`probe.Lender`).
         seed: Seed of the run.
@@ -90,12 +108,15 @@ def require_same_as_whole(
     differs. The output of an inner module does not count by itself; but the error names what differs first, in the
     order of execution.
     """
-    group, size, device = mesh.group([AXIS]), mesh.shape.tensor, mesh.world.device
-    plan = read_plan(model, size, splitting.sequence_parallel)
+    is_cut = isinstance(splitting, CutSequences)
+    size, device = mesh.shape.context if is_cut else mesh.shape.tensor, mesh.world.device
+    group = mesh.group([CONTEXT if is_cut else TENSOR])
+    plan = {} if isinstance(splitting, CutSequences) else read_plan(model, size, splitting.sequence_parallel)
     own_shapes: dict[Label, torch.Size] = {}
 
     def compute(change: int, num_parts: int) -> Record:
-        seen, lent = _Recording(own_shapes, num_parts), list[nn.Parameter]()
+        seen, lent = _Recording(own_shapes, num_parts, mesh.sequence_cut if is_cut else None), list[nn.Parameter]()
+        cut = mesh.sequence_cut if is_cut and num_parts == 1 else WHOLE_SEQUENCES
 
         def watch(name: str, parameter: nn.Parameter) -> None:
             if parameter.requires_grad:
@@ -111,7 +132,7 @@ def require_same_as_whole(
                     module.register_forward_hook(functools.partial(seen.take_output, name))  # as lent as all else
             with probe.isolate((seed, mesh.data_rank), device):  # by the data rank: alike on all processes of the axis
                 loss = compute_loss_sum(
-                    model, task, receive_tensors(task, probe.take_first_rows(micro, probe.ROWS), device)
+                    model, task, receive_tensors(task, probe.take_first_rows(micro, probe.ROWS), device), cut
                 )
             seen.take("", "loss", loss)
             torch.autograd.grad(loss, lent, allow_unused=True)  # the hooks see the gradients, and nothing keeps them
@@ -126,8 +147,16 @@ def require_same_as_whole(
     whole = compute(dist.get_rank(group), size)
     everyones: list[Any] = [None] * size
     dist.all_gather_object(everyones, (split, whole), group=group)
+    shares = _find_shares(distributed, size, is_cut)
+    mesh.world.agree(lambda: _compare([own for own, _ in everyones], [whole for _, whole in everyones], shares, is_cut))
+
+
+def _find_shares(distributed: Distributed, size: int, is_cut: bool) -> Shares:
+    """Return what each process's numbers count in the sum over all, or None where each has its own: by their label."""
+    if is_cut:  # loss and gradients are sums over places
+        return lambda name, kind: None if kind == "output" else 1.0
     (copied,) = (work for work in distributed.after_backward if isinstance(work, CopiedParameters))
-    mesh.world.agree(lambda: _compare([own for own, _ in everyones], [whole for _, whole in everyones], copied))
+    return lambda name, kind: copied.share_of(name) if kind == "gradient" else None
 
 
 class _Recording(TorchFunctionMode):
@@ -136,16 +165,18 @@ class _Recording(TorchFunctionMode):
     Within it dropouts return what they are given, and attention drops nothing.
     """
 
-    def __init__(self, own_shapes: dict[Label, torch.Size], num_parts: int) -> None:
+    def __init__(self, own_shapes: dict[Label, torch.Size], num_parts: int, cut: SequenceCut | None) -> None:
         """Record a pass: of a split model where `num_parts` is 1, else of a whole one, cut into so many parts.
 
-        `own_shapes`: shapes of this process's parts; the split model's pass, the first one, fills it.
+        `own_shapes`: shapes of this process's parts; the split model's pass, the first one, fills it. `cut`: how
+        sequences are cut; None where matrices are split.
         """
         super().__init__()
         self.record: Record = {}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._own_shapes = own_shapes
         self._num_parts = num_parts
+        self._cut = cut
         self._module = ""
         self._draws_apart = False
 
@@ -185,12 +216,14 @@ class _Recording(TorchFunctionMode):
             # what it drops of is a part on each process.
             tensor = torch.tensor(self._draws_apart if self._num_parts == 1 else tensor.shape != own_shape)
             own_shape = tensor.shape
-        parts = _cut_parts(tensor.detach().float(), own_shape, self._num_parts)
+        parts = _cut_parts(tensor.detach().float(), own_shape, self._num_parts, self._cut)
         products = [_make_products(part) for part in dict.fromkeys(parts)]  # a copy that all have is one object: once
         self.record[label] = products * (len(parts) // max(len(products), 1))
 
 
-def _cut_parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[torch.Tensor]:
+def _cut_parts(
+    whole: torch.Tensor, shape: torch.Size, count: int, cut: SequenceCut | None = None
+) -> Sequence[torch.Tensor]:
     """Cut a tensor into the parts of `count` processes; return none where a part of `shape` is no slice along a dim.
 
     Where a part has the shape of the whole, each process has all of it.
@@ -198,7 +231,8 @@ def _cut_parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[t
     odd = [dim for dim, length in enumerate(whole.shape) if shape[dim : dim + 1] != (length,)]
     if not odd or count == 1:
         return [whole] * count
-    parts = whole.chunk(count, odd[0])
+    fits_cut = cut is not None and shape[odd[0] : odd[0] + 1] == (whole.shape[odd[0]] // count,)
+    parts = cut.view_parts(whole, odd[0]).unbind() if cut and fits_cut else whole.chunk(count, odd[0])
     return parts if len(odd) == 1 and len(shape) == whole.dim() and len(parts) == count else []
 
 
@@ -239,7 +273,7 @@ class _Weights:
         return value if own.shape == value.shape else own.clone()
 
 
-def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters) -> None:
+def _compare(split: list[Record], whole: list[Record], shares: Shares, is_cut: bool) -> None:
     """Compare the records of all processes of the axis, in order of rank. Raises ConfigError.
 
     Warns only where the whole model's loss is not finite: then there is nothing to compare.
@@ -252,10 +286,10 @@ def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters)
     odd: list[Label] = []
     for label, references in first.items():
         own = [record.get(label, nothing)[0] for record in split]
-        share = copied.share_of(label[0]) if label[1] == "gradient" else None
+        share = shares(*label[:2])
         if share is not None:
-            # A copy's gradient becomes whole at the end of a step only. Products are linear: those of the sum are the
-            # sum of the processes' products.
+            # What is summed at the end of a step only, or with the loss, becomes whole there. Products are linear:
+            # those of the sum are the sum of the processes' products.
             own = [[share * sum(values) for values in zip(*own, strict=True)]] * size
         for rank, reference in enumerate(references if math.isfinite(sum(map(sum, references))) else []):
             moved = max(math.dist(reference, record.get(label, nothing)[rank]) for record in whole[1:])
@@ -263,9 +297,9 @@ def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters)
             odd += [] if math.dist(own[rank], reference) <= limit else [label]
     if any(name == "" or kind != "output" for name, kind, _ in odd):
         raise ConfigError(
-            f"with its matrices split the model computes another {odd[0][1]} than as a whole",
+            f"with its {'sequences cut' if is_cut else 'matrices split'} the model computes another {odd[0][1]} "
+            "than as a whole",
             where=f"model {odd[0][0]}".rstrip(),
-            value=f"parallel.tensor: {size}",
-            fix="see tensor_plan(): name the module as sequence, or a dropout as random, where it is given a part of "
-            "the places only, and let nothing between the matrices depend on other places than its own; or set it to 1",
+            value=f"parallel.{CONTEXT if is_cut else TENSOR}: {size}",
+            fix=FIX_OF_CUTS if is_cut else FIX_OF_SPLITS,
         )

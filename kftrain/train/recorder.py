@@ -111,6 +111,8 @@ COSTS = {
     "data_stall_share": (0.01, ", {:.0%} waiting for data"),
     "data_cache_hit_share": (0.0, ", {:.0%} from the cache"),
     "storage_retries": (1.0, ", {:.0f} retries"),
+    "experts/largest_load": (0.0, ", fullest expert {:.2f} x the mean"),
+    "experts/dropped_share": (1e-6, ", {:.1%} of choices dropped"),
     "gpu_use_share": (0.0, ", GPU {:.0%}"),
     "gpu_memory_share": (0.0, ", GPU memory {:.0%}"),
     "memory_bytes": (1e9, ", {1:.1f} GB"),

@@ -136,15 +136,14 @@ def _set_up(training: Training, world: World, loaded: load.Loaded | None) -> Set
     liveness = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
     with liveness.mark_watched():
         engine, description = build(config, training.task, loader, mesh, loaded.manifest if loaded else None)
-    num_parameters = sum(parameter.numel() for parameter in engine.model.parameters())
-    return Setup(training, loader, validation, liveness, engine, num_parameters, description, first_use)
+    return Setup(training, loader, validation, liveness, engine, engine.num_parameters, description, first_use)
 
 
 def build(
     config: Config, task: Task, loader: TrainLoader, mesh: Mesh, before: CheckpointManifest | None = None
 ) -> tuple[Engine, ExportDescription]:
     """Build the engine that trains this configuration; see `EngineFactory`. Collective."""
-    return engines.FACTORIES[engines.DEFAULT](config, task, loader, mesh, before)
+    return engines.choose_factory(mesh.shape)(config, task, loader, mesh, before)
 
 
 def _take_steps(

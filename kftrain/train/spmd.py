@@ -34,6 +34,7 @@ from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.distributed import Distributed, Part
 from kftrain.parallel.world import World
 from kftrain.tasks.base import Task
+from kftrain.train.draws import PlacedDraws
 from kftrain.train.engine import Agree, Parts, StepResult
 from kftrain.train.optimizer import Optimizer, list_parameter_names
 from kftrain.train.step import call_after_step, compute_loss_sum, has_after_step, receive_tensors
@@ -54,11 +55,12 @@ class SpmdEngine:
         clip_norm: float,
         combined_buffers: CombinedBuffers,
         norms: GlobalBatchNorms | None = None,
+        draws: PlacedDraws | None = None,
     ) -> None:
         """Build the parts of a checkpoint, and the watches that a sharded model needs.
 
         `calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary.
-        `norms`: the model's batch norms, which must be told which rows count.
+        `norms`: the model's batch norms, which must be told which rows count. `draws`: of a model that draws.
         """
         distributed.begin()
         model = distributed.model
@@ -77,10 +79,14 @@ class SpmdEngine:
         self._calls = calls
         self._buffers = combined_buffers if combined_buffers.is_needed else None
         self._modes = modes.modes_of(model)
+        self._draws = draws
         self._parameters = list(model.parameters())
+        self._counted = [parameter for parameter in self._parameters if parameter not in distributed.copies]
         self._names = {parameter: names[0] for parameter, names in list_parameter_names(model).items()}
         self._frozen = {parameter for parameter in self._names if not parameter.requires_grad}
-        self._has_copies = gradients.has_copies(self._parameters)
+        self._has_copies = gradients.has_copies(self._parameters) or bool(distributed.copies)
+        self.num_parameters = sum(parameter.numel() for parameter in self._parameters)
+        """Numbers in all parameters of the model, over all processes."""
         self._has_hook = has_after_step(model)
         self._norm_group = self.mesh.norm_group()
         self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.needs_same_calls else None
@@ -100,11 +106,11 @@ class SpmdEngine:
         loss_sum = self._backward(batch.micro_batches, num_terms)
         if self._buffers is not None:
             num_samples = sum(float(micro.weight.sum()) for micro in batch.micro_batches)
-            self._buffers.combine(num_samples, self.mesh.counts_loss)
+            self._buffers.combine(num_samples, self.mesh.counts_buffers)
         # Before gradients are collected: a parameter that nobody has used loses its zeros here, and does not decay.
         self._distributed.agree(agree)
         own = gradients.collect_local_gradients(self._parameters)
-        counted = gradients.collect_counted_gradients(self._parameters) if self._has_copies else own
+        counted = gradients.collect_counted_gradients(self._counted) if self._has_copies else own
         norm = gradients.compute_total_norm(counted, self._norm_group, self.mesh.world.device)
         if self._clip_norm > 0:
             gradients.clip_gradients(own, norm, self._clip_norm)
@@ -126,7 +132,11 @@ class SpmdEngine:
         total: torch.Tensor | None = None
         last = len(micro_batches) - 1
         with self._distributed.computing():
+            if self._draws is not None:
+                self._draws.begin_step()
             for index, micro in enumerate(micro_batches):
+                if self._draws is not None:
+                    self._draws.begin(index)
                 self._distributed.accumulate(is_last=index == last)
                 loss = self._compute_loss(micro) / max(num_terms, 1)
                 self._require_as_built()
@@ -161,7 +171,7 @@ class SpmdEngine:
             self.norms.begin(tensors.weight)
         if self._log is not None:
             self._log.take()  # forget the calls of a validation in between
-        loss = compute_loss_sum(self.model, self.task, tensors)
+        loss = compute_loss_sum(self.model, self.task, tensors, self.mesh.sequence_cut)
         if self._log is not None:  # before the backward pass, which would wait for the others' blocks
             blocks.require_same_calls(self._calls, self._log.take())
         return loss
@@ -184,7 +194,13 @@ def make_model_part(model: nn.Module, world: World) -> Part:
 def make_optimizer_part(model: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Part:
     """Make the part with what the optimizer's members keep of each parameter, by the parameter's name."""
 
-    def load(state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(model, members, state, options=StateDictOptions(strict=True))
+    # Without torch's `param_groups`: a stage's groups are not another's, and the configuration says what is in them.
+    def save() -> dict[str, Any]:
+        return {"state": get_optimizer_state_dict(model, members)["state"]} if members else {}
 
-    return Part(1, lambda: get_optimizer_state_dict(model, members), load)
+    def load(state: dict[str, Any]) -> None:
+        if members:
+            whole = {**get_optimizer_state_dict(model, members), **state}
+            set_optimizer_state_dict(model, members, whole, options=StateDictOptions(strict=True))
+
+    return Part(1, save, load)

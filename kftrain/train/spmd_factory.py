@@ -7,7 +7,7 @@ end: so no process ever holds more than it keeps. What cannot be trained or expo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -28,9 +28,12 @@ from kftrain.models.registry import build_model, find_target
 from kftrain.models.settings import ModelConfig
 from kftrain.parallel import blocks, buffers, initialize
 from kftrain.parallel.batch_norm import GlobalBatchNorms
+from kftrain.parallel.context import CutSequences
+from kftrain.parallel.distributed import Distributed, Transform
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.initialize import Drawn, Scattered, Weights, construct_empty
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.settings import ParallelConfig
 from kftrain.parallel.tensor import SplitTensors
 from kftrain.parallel.topology import describe_axes_across_nodes
 from kftrain.parallel.transforms import distribute, list_transforms, resolve_strategy
@@ -39,14 +42,17 @@ from kftrain.run.commit import CheckpointManifest
 from kftrain.run.export import ExportManifest, read_export_manifest
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task, task_reads_parts
+from kftrain.tasks.prepare import require_sequence_dims, tensors_of
 from kftrain.train import probe, probe_split
 from kftrain.train.completing import ExportDescription, ask_model_arguments, describe_export
+from kftrain.train.draws import PlacedDraws
 from kftrain.train.optimizer import build_optimizer, freeze
 from kftrain.train.probe import Lender
 from kftrain.train.spmd import SpmdEngine
 from kftrain.trust import Trust
 
 T = TypeVar("T")
+E = TypeVar("E", bound=SpmdEngine)
 
 MAX_LOOKS = 8
 """Number of processes whose rows the first one tries, where it alone has the weights."""
@@ -56,6 +62,33 @@ def build_engine(
     config: Config, task: Task, loader: TrainLoader, mesh: Mesh, before: CheckpointManifest | None = None
 ) -> tuple[SpmdEngine, ExportDescription]:
     """Build an SPMD engine; see `EngineFactory`."""
+    plain = prepare_model(config, task, loader, mesh, before)
+    engine: SpmdEngine = make_engine(plain, config, task, mesh, [], SpmdEngine)
+    return engine, plain.description
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """A model that was tried and is not distributed yet, with what engines must know of it."""
+
+    model: nn.Module
+    start: WeightSource
+    description: ExportDescription
+    block_names: list[str]
+    calls: blocks.Calls
+    """Calls of the model and its blocks in one loss."""
+    seen: list[probe.LossObservation]
+    combined: buffers.CombinedBuffers
+    norms: GlobalBatchNorms
+    plan: BatchPlan
+    parallel: ParallelConfig
+    """The layout, with a strategy in place of `auto`."""
+
+
+def prepare_model(
+    config: Config, task: Task, loader: TrainLoader, mesh: Mesh, before: CheckpointManifest | None
+) -> PlainModel:
+    """Build a model and try it. Collective. Raises ConfigError and UserCodeError for what no engine can train."""
     # The order matters. The export is described and parameters are frozen while the model is still the plain one, and
     # the dry run comes before anything wraps it. Distribution needs the blocks that the dry run has found. Values come
     # after distribution, since each process then fills its part only. The optimizer comes last, because it makes its
@@ -71,10 +104,17 @@ def build_engine(
         to_log(f"stay in evaluation mode, as they were built: {', '.join(kept)}")
     combined = buffers.CombinedBuffers(model, world)
     norms = GlobalBatchNorms(model, mesh)
-    names, calls = _try_model(model, weights, config, task.assets(), loader, mesh, norms.buffer_names)
+    if mesh.shape.context > 1 and (norms.are_trained or combined.are_of_rows):
+        raise ConfigError(
+            "batch norms and combined buffers are of whole rows, of which each process computes a part",
+            where="parallel.context",
+            value=mesh.shape.context,
+            fix="set it to 1, or use a norm of each place",
+        )
+    names, calls, seen = _try_model(model, weights, config, task.assets(), loader, mesh, norms.buffer_names)
     recompute = config.train.activation_checkpointing == "blocks"
     plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.micro_batch_size)
-    half, reads_parts = config.precision.compute == "bf16", task_reads_parts(task)
+    half = config.precision.compute == "bf16"
     parallel, said = resolve_strategy(config.parallel, model, mesh, plan.num_micro_batches, half)
     if said and world.is_main:
         to_log(said)
@@ -82,14 +122,46 @@ def build_engine(
         to_log(f"warning: {line}")
     require_same_samples(before.batch_norm_samples if before else None, norms, plan)
     norms.connect(plan.num_micro_batches, recompute)
-    strategy = list_transforms(parallel, config.precision, recompute, mesh.shape, reads_parts)
-    distributed = distribute(model, strategy, mesh, names)
-    del weights  # whoever has built a whole model that is not used lets go of it
-    start.fill(model, on_host=parallel.offload)
-    optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute], distributed.team)
-    engine = SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined, norms)
-    engine.num_norm_samples = count_norm_samples(norms, plan)
-    return engine, description
+    # Whoever has built a whole model that is not used lets go of it here, with the weights.
+    return PlainModel(model, start, description, names, calls, seen, combined, norms, plan, parallel)
+
+
+def make_engine(
+    plain: PlainModel,
+    config: Config,
+    task: Task,
+    mesh: Mesh,
+    first: Sequence[Transform],
+    kind: Callable[..., E],
+    names: Sequence[str] | None = None,
+) -> E:
+    """Distribute a model, give it its weights, and make an engine for it. Collective. Raises ConfigError.
+
+    `first`: transforms before those of the configuration. `names`: of the blocks that this process has; None: all.
+    """
+    parallel, own = plain.parallel, plain.block_names if names is None else names
+    # A stage may have no blocks, while the model has some; where it has none, recomputing refuses it.
+    recompute = config.train.activation_checkpointing == "blocks" and bool(own or not plain.block_names)
+    strategy = list_transforms(parallel, config.precision, recompute, mesh.shape, task_reads_parts(task))
+    made: list[Distributed] = []
+    # What one stage is refused for the others do not see.
+    mesh.world.agree(lambda: made.append(distribute(plain.model, [*first, *strategy], mesh, own)))
+    (distributed,) = made
+    plain.start.fill(distributed.roots, on_host=parallel.offload)
+    draws = any(one.draws for one in plain.seen)
+    compute, is_part = DTYPES[config.precision.compute], mesh.shape.pipeline > 1
+    engine = kind(
+        distributed=distributed,
+        optimizer=build_optimizer(plain.model, config.optimizer, own, compute, distributed.team, is_part),
+        task=task,
+        calls=plain.calls,
+        clip_norm=config.train.gradient_clip_norm,
+        combined_buffers=plain.combined,
+        norms=plain.norms,
+        draws=PlacedDraws(plain.model, plain.block_names, own, mesh.world.device) if draws else None,
+    )
+    engine.num_norm_samples = count_norm_samples(plain.norms, plain.plan)
+    return engine
 
 
 def build_empty(
@@ -196,8 +268,10 @@ def _try_model(
     loader: TrainLoader,
     mesh: Mesh,
     kept_equal: Collection[str],
-) -> tuple[list[str], blocks.Calls]:
-    """Compute losses of the plain model; return the names of its blocks, and the calls of one loss. Collective.
+) -> tuple[list[str], blocks.Calls, list[probe.LossObservation]]:
+    """Compute losses of the plain model; return the names of its blocks, the calls of one loss, and what was seen.
+
+    Collective.
 
     `kept_equal`: buffers that differ in the dry run, where each process is by itself, and will not differ in steps.
     """
@@ -209,7 +283,8 @@ def _try_model(
     units = list(candidates.names) if candidates.declared and isinstance(weights, Drawn) else []
     with contextlib.closing(loader.steps(0, 1)) as steps:
         micro = probe.take_first_rows(next(steps).micro_batches[0])
-
+    if mesh.shape.context > 1:
+        _gather_results(world, lambda: _shorten_sequences(task, micro, config.parallel))
     is_sharded = mesh.shape.tensor > 1 or (world.size > 1 and config.parallel.stage != "ddp")
     num_chances = probe.NUM_CHANCES if is_sharded and candidates.names else 1
 
@@ -228,8 +303,15 @@ def _try_model(
         probe.rehearse(model, task, rows, names, world.device, seed, dtype, lender)
 
     seen = _look_at_rows(mesh, weights, micro, look)
-    if any(one.draws for one in seen):
+    if any(one.batch_draws for one in seen):
         loader.send_nothing()
+    if mesh.shape.context > 1 and any(one.draws for one in seen):
+        raise ConfigError(
+            "the model draws random numbers for each place, and each process has other places",
+            where="parallel.context",
+            value=mesh.shape.context,
+            fix="set dropout to 0, or this to 1",
+        )
     calls = [turn for one in seen for turn in one.calls]
     # The processes' calls must agree only where they exchange a block's parameters when it is called.
     names = blocks.choose_blocks(candidates, calls if is_sharded else calls[:1])
@@ -237,10 +319,38 @@ def _try_model(
     dtype = DTYPES[config.precision.compute]
     if dtype != torch.float32:
         _look_at_rows(mesh, weights, micro, rehearse)
+    splittings: list[SplitTensors | CutSequences] = []
     if mesh.shape.tensor > 1:
-        splitting = SplitTensors(config.parallel.sequence_parallel, task_reads_parts(task))
+        splittings.append(SplitTensors(config.parallel.sequence_parallel, task_reads_parts(task)))
+    if mesh.shape.context > 1:
+        splittings.append(CutSequences())
+    for splitting in splittings:
         probe_split.require_same_as_whole(model, task, micro, mesh, splitting, names, units, config.run.seed)
-    return names, [name for name in calls[0] if name in {blocks.ROOT, *names}]
+    if mesh.shape.pipeline > 1:
+
+        def compare(rows: MicroBatch, rank: int) -> None:
+            probe.require_pieces(model, task, rows, world.device, (config.run.seed, rank), Lender(weights, units))
+
+        _look_at_rows(mesh, weights, micro, compare)
+    return names, [name for name in calls[0] if name in {blocks.ROOT, *names}], seen
+
+
+def _shorten_sequences(task: Task, micro: MicroBatch, parallel: ParallelConfig) -> None:
+    """Let a task make short sequences.
+
+    Raises ConfigError where it has none, or processes could not share them; UserCodeError where it names others.
+    """
+    batch = tensors_of(task, micro.arrays)
+    require_sequence_dims(task, batch)
+    length = next((batch[name].shape[dim] for name, dim in task.sequence_dims.items()), None)
+    if length is None:
+        raise ConfigError(
+            "the batches of the task have no sequence that could be cut",
+            where="parallel.context",
+            value=parallel.context,
+            fix="name one in the task's sequence_dims, or set it to 1",
+        )
+    probe.shorten_sequences(task, parallel.require_chunks(length))
 
 
 def _look_at_rows(mesh: Mesh, weights: Weights, micro: MicroBatch, look: Callable[[MicroBatch, int], T]) -> list[T]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,11 +19,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from kftrain.core.plugins import user_code
 from kftrain.data.loader import MicroBatch
-from kftrain.errors import UserCodeError
+from kftrain.errors import ConfigError, UserCodeError
 from kftrain.models.output import split_output
+from kftrain.parallel.sequences import WHOLE_SEQUENCES, SequenceCut
 from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import arguments_of, tensors_of
 
@@ -173,21 +177,46 @@ def receive_tensors(task: TrainingTask, micro: MicroBatch, device: torch.device)
     return Tensors(batch, host.weight.to(device), host.terms.to(device))
 
 
-def compute_loss_sum(model: nn.Module, task: TrainingTask, tensors: Tensors) -> torch.Tensor:
+def compute_loss_sum(
+    model: Callable[..., Any], task: TrainingTask, tensors: Tensors, cut: SequenceCut = WHOLE_SEQUENCES
+) -> torch.Tensor:
     """Compute the sum of the loss terms, fp32, auxiliary ones among them.
+
+    `cut`: the places that the model has computed; it is given whole sequences.
 
     Raises UserCodeError for what is no scalar with a gradient.
     """
     inputs = arguments_of(task, tensors.batch)
     with user_code("model.forward"):
-        answer = split_output(model(*inputs), len(tensors.weight))
+        give_row_weights(model, tensors.weight)
+        returned = model(*inputs)
+    return finish_loss_sum(returned, task, tensors, cut)
+
+
+def give_row_weights(model: Any, weights: torch.Tensor) -> None:
+    """Tell a model that wants to know it which rows of the next pass count; see `Model.take_row_weights`."""
+    take: Any = getattr(model, "take_row_weights", None)
+    if callable(take):
+        take(weights)
+
+
+def finish_loss_sum(
+    returned: Any, task: TrainingTask, tensors: Tensors, cut: SequenceCut = WHOLE_SEQUENCES
+) -> torch.Tensor:
+    """Compute the sum of the loss terms from what the model returned; see `compute_loss_sum`."""
+    with user_code("model.forward"):
+        answer = split_output(returned, len(tensors.weight))
     with user_code("task.loss"):
-        loss = task.loss(answer.output, tensors.batch, tensors.weight)
+        batch = cut.cut_batch(tensors.batch, task.sequence_dims) if cut.size > 1 else tensors.batch
+        loss = task.loss(answer.output, batch, tensors.weight)
     if not isinstance(loss, torch.Tensor) or loss.dim():
         shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UserCodeError(f"must return a scalar, got {shown}", where="task.loss", fix="return the sum of all terms")
     if not loss.requires_grad:
         raise UserCodeError("depends on no parameter that is trained", where="task.loss")
+    if answer.auxiliary is not None and cut.size > 1:
+        what = "a model's auxiliary loss is of whole rows, of which each process has computed a part"
+        raise ConfigError(what, where="parallel.context", value=cut.size, fix="set it to 1, or leave the loss out")
     if answer.auxiliary is None:
         return loss.float()  # before it is divided and summed over micro batches, which would round a bf16 each time
     # Per row, times the row's terms: the step divides by the count of all terms, so it comes to a mean over terms, and
@@ -200,20 +229,34 @@ def has_after_step(model: nn.Module) -> bool:
     return callable(getattr(model, "after_step", None))
 
 
-def call_after_step(model: nn.Module) -> None:
-    """Call the model's own `after_step`, where it has one. Raises UserCodeError where it replaces a parameter."""
+def call_after_step(model: nn.Module) -> bool:
+    """Call the model's own `after_step`, where it has one; return True where that uses parameters.
+
+    Raises UserCodeError where it replaces one.
+    """
     # The optimizer keeps the parameters that it was built with: it would go on with the old one. Duplicates are looked
     # at, too, for a tied parameter may be replaced in one of its places.
-    hook = getattr(model, "after_step", None)
+    hook, watch = getattr(model, "after_step", None), _DataIntoParts()
     if callable(hook):
         before = dict(model.named_parameters(remove_duplicate=False))
-        with torch.no_grad(), user_code("model.after_step"), _DataIntoParts():
+        with torch.no_grad(), user_code("model.after_step"), watch:
             hook()
         now = dict(model.named_parameters(remove_duplicate=False))
         name = next((name for name in before | now if before.get(name) is not now.get(name)), None)
         if name is not None:
             fix = "change its values: parameter.copy_(…)"
             raise UserCodeError("puts another parameter in place", where="model.after_step", value=name, fix=fix)
+    return watch.has_seen_parameters
+
+
+def ask_metrics(model: nn.Module) -> dict[str, float]:
+    """Ask the model for numbers of its last step, where it has any; those that are not finite are left out."""
+    method: Any = getattr(model, "step_metrics", None)
+    if not callable(method):
+        return {}
+    with user_code("model.step_metrics"):
+        numbers = {str(name): float(value) for name, value in method().items()}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -222,7 +265,10 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class _DataIntoParts(TorchFunctionMode):
     """Lets `parameter.data = …` copy into a distributed parameter: its memory is that of its part, and must stay."""
 
+    has_seen_parameters = False
+
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.has_seen_parameters |= any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((arguments, keywords)))
         if function == _SET_DATA and isinstance(arguments[0], DTensor):
             return arguments[0].detach().copy_(arguments[1])
         return function(*arguments, **(keywords or {}))
@@ -235,7 +281,11 @@ def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> Non
     """
     # By the data rank: processes that share samples (tensor) compute alike, and must draw alike.
     digest = hashlib.sha256(f"{seed}/{step}/{data_rank}".encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 1
+    seed_generators(int.from_bytes(digest[:8], "little") >> 1, device)
+
+
+def seed_generators(number: int, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and of a device."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(number)

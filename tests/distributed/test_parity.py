@@ -21,8 +21,6 @@ from helpers.parity.table import Refused, Row
 from helpers.parity.vision import IMAGES
 from helpers.pool import Pools
 
-from kftrain.parallel.settings import NOT_OFFERED
-
 TIED = Case("tied", ("model.tie_embeddings=true",), tied_llama)
 ODD = Case("odd", ("model.ffn_dim=30",), odd_llama)
 MORE = "model.kind=helpers.models.tensor:one_word_more"
@@ -204,10 +202,7 @@ REFUSED = [
         "tensor for heads that do not divide", 2, (*TENSOR, "model.num_kv_heads=1"), "num_kv_heads: .* equal parts"
     ),
     Refused("sizes that do not multiply to the processes", 4, ("parallel.shard=3",), "must be the number of processes"),
-    *(
-        Refused(f"the axis {axis}", 2, (f"parallel.{axis}=2",), f"{axis} must be 1: {NOT_OFFERED[axis]}")
-        for axis in NOT_OFFERED
-    ),
+    Refused("pipeline x context", 4, ("parallel.pipeline=2", "parallel.context=2"), "pipeline must be 1 with context"),
 ]
 """What is refused before the first step, by all processes, in one line."""
 

@@ -1,4 +1,4 @@
-"""A run whose matrices are split over processes, from one layout to the next, against one process."""
+"""A run whose matrices are split or whose sequences are shared, from one layout to the next, against one process."""
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ SETTINGS = (
     *("evaluate.interval_steps=5", "checkpoint.keep_last=5"),
 )
 TENSOR = ["parallel.tensor=2"]
+CONTEXT = ["parallel.context=2"]
 
 
 def train(paths, resolved, processes, layout=(), after=0):
@@ -69,3 +70,17 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other_and_the_export_is_that_
     assert_same(train(paths, resolved, 2, TENSOR, 15), expected)
     go_back(paths, 15)
     assert_same(train(paths, resolved, 4, [*TENSOR, "parallel.replicate=2"], 15), expected)
+
+
+def test_a_run_whose_sequences_are_shared_is_that_of_one_process(tmp_path):
+    """FSDP x context on four processes, from step 10 on FSDP alone on two, from step 15 on with context again."""
+    paths, resolved = jobs.make_run(tmp_path, SETTINGS, "alone")
+    expected = train(paths, resolved, 1)
+    paths, resolved = jobs.make_run(tmp_path, SETTINGS, "shared")
+    assert_same(train(paths, resolved, 4, CONTEXT), expected)
+    go_back(paths, 10)
+    assert_same(train(paths, resolved, 2, after=10), expected)
+    go_back(paths, 15)
+    assert_same(train(paths, resolved, 2, CONTEXT, 15), expected)
+    go_back(paths, 15)
+    assert_same(train(paths, resolved, 4, [*CONTEXT, *TENSOR], 15), expected)

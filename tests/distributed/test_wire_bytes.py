@@ -32,6 +32,7 @@ train: {global_batch_size: 8}
 """
 LONG = TEXT.replace("sequence_length: 8", "sequence_length: 128")
 """Where activations travel."""
+LONGER = TEXT.replace("sequence_length: 8", "sequence_length: 256")
 
 IMAGES = """
 task: {kind: image_classification, image_size: 16, num_classes: 10}
@@ -53,18 +54,19 @@ class Row:
     replicate: int = 1
     exchange: str = "step"
     tensor: int = 1
+    context: int = 1
     more: tuple[str, ...] = ()
     text: str = TEXT
 
     @property
     def overrides(self):
-        layout = {key: getattr(self, key) for key in ("strategy", "replicate", "exchange", "tensor")}
+        layout = {key: getattr(self, key) for key in ("strategy", "replicate", "exchange", "tensor", "context")}
         settings = (f"parallel.{key}={value}" for key, value in layout.items())
         return [f"train.micro_batch_size={self.plan.micro_batch_rows}", *settings, *self.more]
 
     @property
     def plan(self):
-        shares = self.processes // self.tensor
+        shares = self.processes // self.tensor // self.context
         return BatchPlan(ROWS, shares, ROWS // shares // self.num_micro)
 
     @property
@@ -75,6 +77,7 @@ class Row:
         copies = f" x{self.replicate}" if self.replicate > 1 else ""
         each = ", exchanged each micro batch" if self.exchange == "micro_batch" else ""
         split = f" x tensor {self.tensor}" if self.tensor > 1 else ""
+        split += f" x context {self.context}" if self.context > 1 else ""
         more = "".join(f", {each.partition('.')[2]}" for each in self.more)
         images = ", images" if self.is_of_images else ""
         return f"{self.processes} {self.strategy}{copies}{split}, {self.num_micro} micro{each}{more}{images}"
@@ -83,6 +86,10 @@ class Row:
 WHOLE, RECOMPUTED = "parallel.sequence_parallel=false", "train.activation_checkpointing=blocks"
 
 TENSOR_MORE = (WHOLE, RECOMPUTED, "precision.compute=bf16", "model.tie_embeddings=true")
+
+CONTEXT_MORE = ("model.num_kv_heads=1", RECOMPUTED, "precision.compute=bf16", "task.attention=documents")
+
+KV_HEADS = ("model.num_kv_heads=4", "model.num_kv_heads=2")
 
 SPLIT = ("zero1", "zero2", "fsdp")
 
@@ -97,6 +104,9 @@ TABLE = [
     Row(4, "zero2", 2, tensor=2, text=LONG),
     *(Row(2, "fsdp", tensor=2, text=LONG, more=(more,)) for more in TENSOR_MORE),
     Row(2, "fsdp", tensor=2, text=LONG, more=(WHOLE, RECOMPUTED)),
+    *(Row(size, "fsdp", num_micro, context=2, text=LONGER) for size in (2, 4) for num_micro in (1, 2)),
+    *(Row(2, "fsdp", context=2, text=LONGER, more=(more,)) for more in CONTEXT_MORE),
+    *(Row(4, "zero1", context=4, text=LONGER, more=("model.num_heads=4", more)) for more in KV_HEADS),
     *(Row(2, "fsdp", 2, tensor=2, text=IMAGES, more=more) for more in ((), (WHOLE,), (RECOMPUTED,))),
 ]
 

@@ -17,15 +17,22 @@ in the format of the computation, and three sums in fp32 for a cross-entropy tha
 parameters are summed once a step, in fp32:
 
     tensor                           2 (T - 1) / T (k n (f bytes + 4 x 3) + 4 c / S)
+
+Along `context` C processes share each sequence, and the state is sharded over them, too: S counts both. In each
+attention of H query and K key-value heads of E numbers a process sends for each of its n / C places, forward and
+backward, what others attend with (`context`): where C divides K it exchanges heads, else it sends keys and values.
+
+    heads                            2 k n / C (C - 1) / C (2 H + 2 K) E bytes
+    keys and values                  2 k n / C (C - 1) 2 K E bytes
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from helpers.tensor_traffic import AlongTensor, Traffic, traffic_of
-from torch import nn
 
 from kftrain.data.order import BatchPlan
 from kftrain.parallel.formats import DTYPES
@@ -50,6 +57,8 @@ class Step:
     """None where nothing is split, or not known."""
     num_places: float = 0.0
     """Places of a micro batch: rows, times the length of a sequence."""
+    num_exchanged: float = 0.0
+    """Numbers that a process exchanges along `context` for each of its own places, forward and backward."""
     compute_bytes: int = 4
     """Bytes of a number in the format of the computation."""
 
@@ -57,11 +66,13 @@ class Step:
 def bytes_sent(shape: Shape, strategy: Strategy, exchange: Exchange, step: Step) -> dict[str, float]:
     """Compute the bytes that a process sends along each axis in a step; axes of one process are left out."""
     amounts = {
-        "shard": _share_sent(shape.shard) * _count_sharded(strategy, exchange, step),
-        "replicate": 2 * _share_sent(shape.replicate) * step.gradient_bytes / shape.shard,
+        "shard": _share_sent(shape.num_shards) * _count_sharded(strategy, exchange, step),
+        "replicate": 2 * _share_sent(shape.replicate) * step.gradient_bytes / shape.num_shards,
+        "context": _count_along_context(shape, step),
         "tensor": _count_along_tensor(shape, step, step.split) if step.split else 0.0,
     }
-    return {axis: amount for axis, amount in amounts.items() if getattr(shape, axis) > 1}
+    sizes = {**shape.__dict__, "shard": shape.num_shards}
+    return {axis: amount for axis, amount in amounts.items() if sizes[axis] > 1}
 
 
 def _count_sharded(strategy: Strategy, exchange: Exchange, step: Step) -> float:
@@ -78,6 +89,18 @@ def _count_along_tensor(shape: Shape, step: Step, split: AlongTensor) -> float:
     return 2 * _share_sent(shape.tensor) * summed + step.num_micro_batches * step.compute_bytes * split.num_moved
 
 
+def _count_along_context(shape: Shape, step: Step) -> float:
+    return step.num_micro_batches * step.num_places / shape.context * step.num_exchanged * step.compute_bytes
+
+
+def count_exchanged(model: Any, num_processes: int, is_recomputed: bool) -> float:
+    """Count the numbers that a process sends along `context` for a place of its own, by the model's sizes."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    by_heads = (num_processes - 1) / num_processes * (2 * heads + 2 * kv_heads)
+    in_a_pass = by_heads if kv_heads % num_processes == 0 else (num_processes - 1) * 2 * kv_heads
+    return (3 if is_recomputed else 2) * in_a_pass * model.head_dim * len(model.blocks())
+
+
 def _share_sent(size: int) -> float:
     """Return the share of a vector that is not a process's own part, where each of `size` has one."""
     return (size - 1) / size
@@ -87,7 +110,7 @@ def bytes_of_step(
     shape: Shape,
     parallel: ParallelConfig,
     precision: PrecisionConfig,
-    model: nn.Module,
+    model: Any,
     plan: BatchPlan,
     split_logits: bool,
     recomputed: Sequence[str] = (),
@@ -104,12 +127,14 @@ def bytes_of_step(
     if shape.tensor > 1:
         split = traffic_of(model, shape.tensor, parallel.sequence_parallel, split_logits, recomputed)
         size, trained = split.num_parameters, split.num_trained
+    num_places = split.num_places if split else model.sequence_length if shape.context > 1 else 0
     step = Step(
         compute * size,
         reduce * trained,
         plan.num_micro_batches,
         split.split if split and split.num_places else None,
-        plan.micro_batch_rows * (split.num_places or 0) if split else 0,
+        plan.micro_batch_rows * (num_places or 0),
+        count_exchanged(model, shape.context, bool(recomputed)) if shape.context > 1 else 0.0,
         compute,
     )
     return bytes_sent(shape, parallel.stage, parallel.exchange, step)

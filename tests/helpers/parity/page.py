@@ -1,9 +1,15 @@
 """The table of parity as the page about parallelism shows it: what each layout was proven with, and how nearly."""
 
 import importlib.util
+import math
 from pathlib import Path
 
-TEST = Path(__file__).parents[2] / "distributed" / "test_parity.py"
+FOLDER = Path(__file__).parents[2] / "distributed"
+TESTS = [FOLDER / f"test_parity{axis}.py" for axis in ("", "_pipeline", "_context", "_experts")]
+"""Files of tests, each with a `TABLE` of rows, and what is `REFUSED`."""
+
+CUT_AXES = ("context", "tensor", "pipeline")
+"""Axes along which processes read the same samples."""
 
 OPTIONS = {
     "train.micro_batch_size": "micro batches",
@@ -16,18 +22,24 @@ OPTIONS = {
 
 def table():
     """Two tables in Markdown."""
-    spec = importlib.util.spec_from_file_location("parity_table", TEST)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    modules = [load(path) for path in TESTS]
+    table, refused = ([row for module in modules for row in getattr(module, name)] for name in ("TABLE", "REFUSED"))
     lines = ["| layout | processes | beside the plain case | losses and norms | weights |", "|---|---|---|---|---|"]
-    for layout, rows in by_layout(module.TABLE).items():
+    for layout, rows in by_layout(table).items():
         exact = [row for row in rows if not row.case.bf16]
         sizes = ", ".join(map(str, sorted({row.processes for row in rows})))
         figures = (f"{max(row.tolerance for row in exact):g}", f"{max(row.weight_tolerance for row in exact):g}")
         lines.append(f"| {layout} | {sizes} | {', '.join(proven(rows)) or '-'} | {' | '.join(figures)} |")
     lines += ["", "| refused | the error says |", "|---|---|"]
-    lines += [f"| {row.name} | {row.message.replace('.*', '…')} |" for row in module.REFUSED]
+    lines += [f"| {row.name} | {row.message.replace('.*', '…')} |" for row in refused]
     return "\n".join(lines) + "\n"
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(f"parity_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def by_layout(rows):
@@ -43,26 +55,28 @@ def name_of(row):
     if row.processes == 1:
         return "one process"
     strategy = settings.get("parallel.strategy", "fsdp")
-    tensor = int(settings.get("parallel.tensor", 1))
+    cut = {axis: int(settings.get(f"parallel.{axis}", 1)) for axis in (*CUT_AXES, "expert")}
     if settings.get("parallel.reshard_after_forward") == "false":
         strategy = "zero1"
     if settings.get("parallel.replicate", "1") != "1":
         strategy = f"hybrid {strategy}"
-    if tensor == row.processes:
-        return "tensor"
-    return f"{strategy} x tensor" if tensor > 1 else strategy
+    axes = " x ".join(axis for axis, size in cut.items() if size > 1)
+    if math.prod(cut.values()) == row.processes and strategy == "fsdp":
+        return axes
+    return f"{strategy} x {axes}" if axes else strategy
 
 
 def proven(rows):
     """What rows have beside the plain case of a language model."""
     options = {OPTIONS[key] for row in rows for key in settings_of(row) if key in OPTIONS}
+    options |= {schedule for row in rows if (schedule := settings_of(row).get("parallel.schedule"))}
     cases = {row.case.name for row in rows if row.case.name != "llama"}
     uneven = {"uneven shares" for row in rows if row.case.batch % data_ranks(row)}
     return [*sorted(options | uneven), *sorted(cases)]
 
 
 def data_ranks(row):
-    return row.processes // int(settings_of(row).get("parallel.tensor", 1))
+    return row.processes // math.prod(int(settings_of(row).get(f"parallel.{axis}", 1)) for axis in CUT_AXES)
 
 
 def settings_of(row):

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import dataclass
 
 import numpy as np
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -87,11 +88,12 @@ def _train(world, job):
     mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
     with contextlib.closing(new_loader(resolved, task, mesh, job.data())) as loader:
         engine, _ = session.build(resolved, task, loader, mesh)
-        first = whole(engine.model)
+        is_cut = mesh.shape.pipeline > 1
+        first = whole(engine.model, is_cut)
         recorder = Recorder([], None, resolved.train.steps)
         liveness = Liveness(lambda: None, COLLECTIVE_SECONDS)
         Loop(resolved, world, engine, loader, None, NoWriter(), recorder, StopRequest(), liveness).run(0)
-        last = whole(engine.model)
+        last = whole(engine.model, is_cut)
     return Trained(first, recorder.history, last) if world.is_main else None
 
 
@@ -105,10 +107,19 @@ def new_loader(resolved, task, mesh, arrays):
     )
 
 
-def whole(model):
-    """Name -> value of each parameter and buffer that is kept, gathered. Collective."""
-    found = {}
+def whole(model, shared_is_equal=False):
+    """Name -> value of each parameter and buffer that is kept, gathered. Collective.
+
+    `shared_is_equal`: what several processes have (tied ends of a pipeline) must be equal to the bit.
+    """
+    own = {}
     for name, value in get_model_state_dict(model).items():
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
-        found[name] = tensor.detach().cpu().numpy().copy()
-    return found
+        own[name] = tensor.detach().cpu().numpy().copy()
+    everyones = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    found = {}
+    for name, value in (pair for theirs in everyones for pair in theirs.items()):
+        first = found.setdefault(name, value)
+        assert not shared_is_equal or first.tobytes() == value.tobytes(), f"{name} differs from process to process"
+    return dict(sorted(found.items()))

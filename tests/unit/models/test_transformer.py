@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from kftrain.errors import ConfigError
+from kftrain.models.attention import attend_by_kernels, list_spans
 from kftrain.models.sizes import default_ffn_dim
 from kftrain.models.transformer import Transformer
 
@@ -156,7 +157,8 @@ def test_attention_inside_documents_gives_each_document_the_logits_that_it_has_a
     [
         ("meta", "rows", torch.bfloat16, 2),
         ("meta", "rows", torch.float32, 4),
-        ("meta", "documents", torch.bfloat16, 4),
+        ("meta", "documents", torch.bfloat16, 2),
+        ("meta", "documents", torch.float32, 4),
         ("cpu", "documents", torch.float32, 2),
     ],
 )
@@ -165,13 +167,16 @@ def test_heads_are_grouped_only_where_the_devices_kernels_take_groups(
 ):
     calls, attend = [], torch.nn.functional.scaled_dot_product_attention
 
-    def record(query, key, value, **options):
+    def record(query, key, value, *mask, **options):
         calls.append((key.shape[1], value.shape[1], options["enable_gqa"]))
-        return attend(query, key, value, **options)
+        return attend(query, key, value, *mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    model = build(num_heads=4, num_kv_heads=2, num_layers=1, attention=attention).to(device, dtype)
-    model(tokens(2, 8).to(device))
+    if attention == "rows":
+        build(num_heads=4, num_kv_heads=2, num_layers=1).to(device, dtype)(tokens(2, 8).to(device))
+    else:
+        heads = (torch.zeros(1, number, 8, 4, device=device, dtype=dtype) for number in (4, 2, 2))
+        attend_by_kernels(*heads, list_spans(1, [range(8)], [[0, 8]]))
     assert calls == [(num_key_heads, num_key_heads, num_key_heads == 2)]
 
 

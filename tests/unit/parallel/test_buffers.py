@@ -73,7 +73,7 @@ def model(reductions):
     ("reductions", "message"),
     [
         (["seen.mean"], "is no declaration"),
-        ({"seen.mean": "average"}, "is no declaration.*mean, sum, max, first"),
+        ({"seen.mean": "average"}, "is no declaration.*mean, sum, places, max, first"),
         ({"seen.men": "mean"}, "names no buffer of the model.*seen.men"),
         ({"seen.count": "mean"}, "holds no floating-point numbers.*seen.count"),
         ({"wave": "sum"}, "complex numbers.*wave"),

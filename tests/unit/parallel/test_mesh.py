@@ -9,7 +9,6 @@ from helpers import ranks
 from helpers.pool import COLLECTIVE_SECONDS
 from torch import nn
 
-from kftrain import config
 from kftrain.errors import ConfigError
 from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
@@ -45,11 +44,11 @@ def test_ddp_is_the_mesh_that_shards_nothing(strategy, shape):
     assert (layout.replicate, layout.shard) == shape
 
 
-@pytest.mark.parametrize("axis", ["context", "pipeline", "expert"])
-def test_an_axis_that_nothing_is_spread_along_yet_is_refused_with_the_reason(axis):
-    with pytest.raises(ConfigError, match=rf"parallel: {axis} must be 1: .* yet") as raised:
-        config.parse("{}", [f"parallel.{axis}=2"])
-    assert raised.value.exit_code == 10
+def test_the_other_axes_take_their_processes_first():
+    parallel = ParallelConfig.model_construct(replicate=2, tensor=2, pipeline=2, expert=2, context=2)
+    assert parallel.shape(32) == Shape(2, 1, 2, 2, 2, 2) and parallel.shape(64).num_shards == 2 * 2 * 2
+    with pytest.raises(ConfigError, match=r"replicate x parallel.shard x parallel.context.* number of processes, 24"):
+        parallel.shape(24)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -87,7 +86,7 @@ def test_neighbours_are_those_that_shard_as_they_were_before_there_were_more_axe
     [
         ("replicate", True, True, False, 16),
         ("shard", True, True, True, 8),
-        ("context", False, True, False, 2),
+        ("context", False, True, True, 2),
         ("tensor", False, False, True, 1),
         ("pipeline", False, False, True, 32),
         ("expert", True, True, True, 4),
@@ -165,10 +164,14 @@ def test_each_process_shares_with_those_that_the_shape_names(shape, data, loss, 
 
 
 def device_mesh_of(world):
-    """Torch's mesh of two copies of two shards, and what becomes of one with an axis that torch is not told of."""
+    """Torch's mesh of two copies of two shards, and those of layouts with axes that it has folded or left out."""
     device_mesh = Mesh(Shape(replicate=2, shard=2), world).device_mesh()
-    with pytest.raises(AssertionError):
-        Mesh(Shape(shard=2, context=2), world).device_mesh()
+    folded = Mesh(Shape(shard=2, context=2), world).device_mesh()
+    assert folded.mesh.tolist() == [[0, 1, 2, 3]] and dist.get_process_group_ranks(folded.get_group("shard")) == [
+        *range(4)
+    ]
+    stage = Mesh(Shape(pipeline=2, expert=2), world).device_mesh()
+    assert stage.mesh.tolist() == [[[0, 1]], [[2, 3]]][world.rank // 2]
     with pytest.raises(AssertionError):
         Mesh(Shape(shard=2), world)
     names = device_mesh.mesh_dim_names

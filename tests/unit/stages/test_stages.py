@@ -133,6 +133,12 @@ def test_what_cannot_end_well_ends_before_the_first_expensive_step(tmp_path, cal
     assert (found["stage"], found["line"]) == ("shard", caught.value.line)
 
 
+def test_a_pipeline_that_would_have_too_few_micro_batches_ends_before_the_data_is_sharded(tmp_path, calls):
+    config = digits_config(tmp_path, "launch.processes_per_node=2", "parallel.pipeline=2")
+    with pytest.raises(ConfigError, match=r"at least 2 micro batches.*1 micro batches.*there are 2, 3 or more"):
+        shard(config, "r-1", progress=calls.lines.append)
+
+
 def test_a_storage_root_that_cannot_be_written_is_named(tmp_path, calls):
     (tmp_path / "store").write_text("a file, not a folder")
     with pytest.raises(ConfigError, match=r"run\.storage_root.*cannot be written"):

@@ -70,6 +70,7 @@ class Fakes:
         self.busy_at = set(busy_at)
         self.device = torch.device("cpu")
         self.task = SimpleNamespace(loss_metric="", metrics=None)
+        self.model = torch.nn.Identity()
         self.state = SimpleNamespace(save=dict)
         self.history = []
         self.taken = 0
@@ -108,7 +109,7 @@ class Fakes:
         return self
 
     data_rank = 0
-    counts_loss = True
+    counts_rows = True
 
     def sum_of_losses(self, values):
         return self.sum(values)

@@ -292,6 +292,15 @@ def test_sequence_dims_that_batches_do_not_have_are_refused(dims):
     look(odd_models.Stack(), Task())
 
 
+def test_a_dry_run_may_be_given_the_first_places_of_long_sequences():
+    task = odd_models.Task()
+    task.sequence_dims = {"x": 1}
+    task.batch = lambda arrays: {"x": torch.arange(4000).view(2, 2000), "y": torch.ones(2)}
+    probe.shorten_sequences(task, 12)
+    short = task.batch({})
+    assert short["x"].shape == (2, 516) and short["x"][1, 0] == 2000 and len(short["y"]) == 2
+
+
 @pytest.mark.parametrize(("model", "num_passes"), [(odd_models.LayerDrop(), 8), (odd_models.Stack(), 1)])
 def test_calls_that_may_depend_on_chance_are_looked_at_several_times(model, num_passes):
     micro = next(Loader(ALONE).steps(0, 1)).micro_batches[0]

@@ -1,5 +1,6 @@
 """What an attempt finds of the ones before it, and what it may do while another holds the run."""
 
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from helpers import jobs
 from kftrain.checkpoint import load
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, FencedError
+from kftrain.parallel.shape import Shape
 from kftrain.run import attempts, documents
 from kftrain.run.documents import Completion
 from kftrain.run.export import is_export
@@ -85,8 +87,10 @@ def test_another_training_does_not_claim_the_run(training, monkeypatch, tmp_path
     assert attempts.find_last_attempt(training.paths) == 0
 
 
-def test_another_engine_joins_by_its_factory_and_the_session_names_none(monkeypatch):
-    monkeypatch.setitem(engines.FACTORIES, "another", lambda *arguments: arguments)
-    monkeypatch.setattr(engines, "DEFAULT", "another")
-    assert session.build("config", "task", "loader", "mesh") == ("config", "task", "loader", "mesh", None)
+@pytest.mark.parametrize(("size", "kind"), [(1, "spmd"), (2, "pipelined")])
+def test_the_mesh_chooses_the_engine_and_the_session_names_none(monkeypatch, size, kind):
+    for name in engines.FACTORIES:
+        monkeypatch.setitem(engines.FACTORIES, name, lambda *arguments, name=name: (name, *arguments))
+    mesh = types.SimpleNamespace(shape=Shape(pipeline=size))
+    assert session.build("config", "task", "loader", mesh) == (kind, "config", "task", "loader", mesh, None)
     assert "spmd" not in Path(session.__file__).read_text().lower()

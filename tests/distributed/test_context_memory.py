@@ -1,0 +1,61 @@
+"""Memory of a step with a row of 32,768 tokens: two processes that share it against one that has all of it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import ranks
+from helpers.memory import peak_of_memory
+from helpers.parity.context import DOCUMENT
+from helpers.parity.rank import new_loader
+
+from kftrain import config
+from kftrain.parallel.mesh import Mesh
+from kftrain.tasks import build_task
+from kftrain.train import session
+
+pytestmark = pytest.mark.slow
+
+LENGTH = 32_768
+MAX_SHARE = 0.55
+TEXT = f"""
+task: {{kind: language_modeling, sequence_length: {LENGTH}, tokenizer: bytes}}
+model: {{kind: transformer, dim: 128, num_layers: 2, num_heads: 2}}
+train: {{steps: 1, global_batch_size: 1}}
+"""
+CONTEXT = ("parallel.context=2",)
+GATHERED = ("model.num_kv_heads=1",)
+DOCUMENTS = ("task.attention=documents",)
+
+
+def one_row():
+    tokens = np.random.default_rng(0).integers(97, 123, (1, LENGTH + 1)).astype(np.uint16)
+    tokens[:, ::3001] = DOCUMENT
+    return {"tokens": tokens}
+
+
+def peak_of_a_training(world, overrides):
+    """Peaks of this process's memory, while the engine is built and within a step, and the step's loss."""
+    torch.set_num_threads(1)
+    resolved = config.parse(TEXT, list(overrides))
+    mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
+    loader = new_loader(resolved, task, mesh, one_row())
+    with peak_of_memory() as while_built:
+        engine, _ = session.build(resolved, task, loader, mesh)
+    (batch,) = loader.steps(0, 1)
+    with peak_of_memory() as in_step:
+        loss = engine.step(batch, LENGTH, world.sum).local_loss_sum.item()
+    return while_built["bytes"], in_step["bytes"], loss
+
+
+@pytest.mark.parametrize("overrides", [DOCUMENTS, (*DOCUMENTS, *GATHERED), (), GATHERED], ids=str)
+def test_each_of_two_processes_has_half_of_what_one_needs(overrides):
+    ((built_alone, alone, loss),) = ranks.on(1, peak_of_a_training, overrides, seconds=900)
+    shared = ranks.on(2, peak_of_a_training, (*CONTEXT, *overrides), seconds=900)
+    built, in_step, losses = zip(*shared, strict=True)
+    print(f"\n{overrides}: {max(in_step) / alone:.3f} of {alone / 2**20:.0f} MiB")
+    assert math.isclose(sum(losses), loss, rel_tol=1e-5)
+    assert max(in_step) <= MAX_SHARE * alone, (shared, alone)
+    assert max(built) <= MAX_SHARE * built_alone, (shared, built_alone)
+    assert alone > 1 << 29, "it is the sequence that takes the memory"
