@@ -1,6 +1,6 @@
 """One strategy of ours against the same wrapper of PyTorch in a bare loop, on processes of one thread each.
 
-    python benchmarks/train/processes.py ddp|zero2|fsdp|tensor|evaluation [--processes 2] [--rounds 8] [--layers 12]
+    python benchmarks/train/processes.py ddp|zero2|fsdp|tensor|context|evaluation [--processes 2] [--rounds 8]
 
 A transformer of 27 million parameters, 512 tokens a process and step, over gloo. All contenders stand in the same
 processes and take turns, a step each: ours (`Loop.run`), the bare loop, and with `--free` the same step without any
@@ -43,6 +43,8 @@ from kftrain.train.recorder import Recorder
 from kftrain.train.step import Carrier, count_loss_terms
 
 VOCABULARY, LENGTH, ROWS, NUM_TOKENS = 8192, 128, 4, 250
+LONG_LENGTH, LONG_ROWS = 1024, 1
+"""Those of `context`, whose processes share rows: as many tokens for each process."""
 EVALUATED_BATCHES = 6
 TEXT = """
 task: {kind: "processes:Tokens", sequence_length: 128}
@@ -55,6 +57,7 @@ STRATEGIES = {
     "zero2": "parallel.strategy=zero2",
     "fsdp": "parallel.strategy=fsdp",
     "tensor": "parallel.tensor=2",
+    "context": "parallel.context=2",
     "evaluation": "parallel.strategy=fsdp",
 }
 SETTLING_ROUNDS = 2
@@ -143,8 +146,8 @@ class Validation:
         return str(sample)
 
 
-def tokens(seed: int, num_rows: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, NUM_TOKENS, size=(num_rows, LENGTH + 1)).astype(np.uint16)
+def tokens(seed: int, num_rows: int, length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, NUM_TOKENS, size=(num_rows, length + 1)).astype(np.uint16)
 
 
 def measure(world: World, kind: str, num_layers: int, rounds: int, free: bool) -> dict[str, float]:
@@ -153,10 +156,11 @@ def measure(world: World, kind: str, num_layers: int, rounds: int, free: bool) -
         f"model.num_layers={num_layers}",
         STRATEGIES[kind],
         f"train.steps={rounds + SETTLING_ROUNDS}",
+        *([f"task.sequence_length={LONG_LENGTH}"] if kind == "context" else []),
     ]
     resolved = config.parse(TEXT, settings)
     task, mesh = build_task(resolved.task), Mesh(resolved.parallel.shape(world.size), world)
-    rows = tokens(mesh.data_rank, ROWS)
+    rows = tokens(mesh.data_rank, *((LONG_ROWS, LONG_LENGTH) if kind == "context" else (ROWS, LENGTH)))
     batch = sent(task, rows)
     clock = Clock(world)
     reads: Any = argparse.Namespace(steps=lambda first, count: (each for each in [batch]), send_nothing=lambda: None)

@@ -88,6 +88,22 @@ def against(bench: Bench, kind: str, name: str, bar: float, *options: str) -> li
     return rows
 
 
+def experts(bench: Bench) -> list[Row]:
+    """A mixture of experts against a dense model; spread over two processes beside that, without a bar."""
+    rounds = ("--rounds", str(bench.rounds))
+    alone, shared = (last_line(sys.executable, "experts.py", "--processes", size, *rounds) for size in ("1", "2"))
+    ratio, note = alone["experts"], f"expert: 2 over fsdp {shared['experts']:.3f}"
+    return [
+        Row(
+            "mixture of experts over a dense step, same active parameters",
+            "≤ 1.15",
+            f"{ratio:.3f}",
+            ratio <= 1.15,
+            note,
+        )
+    ]
+
+
 FREE_BARS = {"fsdp": 0.78}
 
 ROWS: dict[str, Callable[[Bench], list[Row]]] = {
@@ -96,6 +112,8 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
     "zero2": lambda bench: against(bench, "zero2", "27 M GPT, 2 processes: zero2", 0.97, "--free"),
     "fsdp": lambda bench: against(bench, "fsdp", "27 M GPT, 2 processes: fsdp", 0.97, "--free"),
     "tensor": lambda bench: against(bench, "tensor", "27 M GPT, tensor: 2", 0.95),
+    "context": lambda bench: against(bench, "context", "27 M GPT, context: 2, rows of 1,024", 0.97),
+    "experts": experts,
     "evaluation-1": lambda bench: against(bench, "evaluation", "evaluation, 1 process", 0.97, "--processes", "1"),
     "evaluation-2": lambda bench: against(bench, "evaluation", "evaluation, 2 processes, fsdp", 0.97),
 }

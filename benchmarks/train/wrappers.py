@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -46,6 +47,7 @@ def fsdp(model: Any, reshard: bool = True) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in (*model.blocks(), model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
     reduce_by_exchange(model)
     return model
 
@@ -83,12 +85,36 @@ def tensor(model: Any) -> nn.Module:
     return parallelize_module(model, mesh, ends)
 
 
+def context(model: Any) -> nn.Module:
+    """DeepSpeed-Ulysses written by hand, around FSDP2: each process has consecutive places of all sequences."""
+    size, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+
+    def exchange(parts: torch.Tensor) -> torch.Tensor:
+        flat = all_to_all_single_autograd(parts.flatten(0, 1), None, None, group)
+        return flat.unflatten(0, (size, -1))
+
+    def to_heads(places: torch.Tensor) -> torch.Tensor:
+        return exchange(places.unflatten(1, (size, -1)).movedim(1, 0).contiguous()).movedim(0, 2).flatten(2, 3)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        heads = to_heads(torch.cat([query, key, value], 0)).chunk(3)
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return exchange(attended.unflatten(2, (size, -1)).movedim(2, 0).contiguous()).movedim(0, 1).flatten(1, 2)
+
+    for block in model.blocks():
+        block.self_attn.attention.forward = attend
+    turn = model.rotary.forward
+    model.rotary.forward = lambda positions, like: turn(positions + rank * len(positions), like)
+    return fsdp(model)
+
+
 WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
     "free": alone,
     "ddp": ddp,
     "zero2": zero2,
     "fsdp": fsdp,
     "tensor": tensor,
+    "context": context,
 }
 
 
@@ -100,6 +126,8 @@ def bare_step(kind: str, model: nn.Module) -> Step:
     around: Callable[[], Any] = loss_parallel if kind == "tensor" else contextlib.nullcontext
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        if kind == "context":
+            inputs, targets = (places.chunk(dist.get_world_size(), 1)[dist.get_rank()] for places in (inputs, targets))
         with around():
             logits = wrapped(inputs)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
