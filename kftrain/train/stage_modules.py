@@ -50,7 +50,7 @@ class StageModule(nn.Module):
         """`pieces`: their numbers. `dtype`: of the computation. `num_blocks`: before this stage."""
         super().__init__()
         self.work: Sequence[StageWork] = ()
-        """Of all micro batches of the step."""
+        """Works of all micro batches of the step, by number."""
         self.number = 0
         """Number of the micro batch that is computed next."""
         self.draws: PlacedDraws | None = None
