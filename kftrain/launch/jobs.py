@@ -89,7 +89,7 @@ def run_sharding(paths: RunPaths, config: Config, shares: Sequence[PartShare]) -
         storage.remove(paths.encoded_parts)
     config = config.model_copy(update={"data": config.data.model_copy(update={"shard_pods": len(shares)})})
     for rank, share in enumerate(shares):
-        storage.publish_json(paths.share(config.digest(), rank), share.to_dict())
+        storage.publish(paths.share(config.digest(), rank), share.model_dump_json())
     if not SHARDING.is_complete(paths, config):
         spec = make_job(SHARDING, paths, config)
         digests = ",".join(share.digest for share in shares)

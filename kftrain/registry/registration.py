@@ -205,7 +205,7 @@ class _PendingVersion:
     def _find_logged_model(self) -> str | None:
         experiment_id = runs.require_run(self.uri, self.mlflow_run_id).experiment_id
         model_id = model_client.find_logged_model(
-            self.uri, experiment_id, EXPORT_DIGEST_TAG, self.reference.export_digest
+            self.uri, experiment_id, self.mlflow_run_id, EXPORT_DIGEST_TAG, self.reference.export_digest
         )
         return model_id if model_id and lineage.find_model_reference(self.uri, model_id) == self.reference else None
 

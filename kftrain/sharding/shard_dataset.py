@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -262,9 +262,8 @@ class _Sharding:
         self, store: PartStore, parts: list[SourcePart], inputs: list[str]
     ) -> Iterator[tuple[int, PartDocument, bool]]:
         """Yield number, document and reuse of each part as it is done; the largest ones are begun first."""
-        pairs = list(zip(parts, inputs, strict=True))
         order = sorted(range(len(parts)), key=lambda number: -parts[number].size_bytes)
-        jobs = {number: {**asdict(pairs[number][0]), "input_digest": pairs[number][1]} for number in order}
+        jobs = {number: {**vars(parts[number]), "input_digest": inputs[number]} for number in order}
         if self._run_job is not None:
             for known, reused in self._find_on_pods(self._run_job, store, jobs):
                 yield from ((number, document, reused) for number, document in known.items())

@@ -60,17 +60,18 @@ def set_registered_model_tag(uri: str, name: str, key: str, value: str) -> None:
         session.upsert(client.set_registered_model_tag, name, key, value)
 
 
-def find_logged_model(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
-    """Return the id of a complete LoggedModel that has the tag, or None.
+def find_logged_model(uri: str, experiment_id: str, run_id: str, tag: str, value: str) -> str | None:
+    """Return the id of a complete LoggedModel of a run that has the tag, or None.
 
-    Of several the newest counts. Older incomplete ones of its run, which lost answers left behind, are deleted.
+    Of several the newest counts. Older incomplete ones, which lost answers left behind, are deleted.
     """
     with session.connect(uri, "cannot search models") as client:
         models = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{session.require_quotable(value)}'")
+        models = [model for model in models if model.source_run_id == run_id]
         newest = next((place for place, model in enumerate(models) if model.status == "READY"), len(models))
         # MLflow lists the newest first. A newer one stays: the process that makes it finds it once it is complete.
         for older in models[newest + 1 :]:
-            if older.status == "PENDING" and older.source_run_id == models[newest].source_run_id:
+            if older.status == "PENDING":
                 client.delete_logged_model(older.model_id)
         return str(models[newest].model_id) if models[newest:] else None
 

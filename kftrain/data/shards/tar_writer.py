@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import io
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+from kftrain.core import threads
 from kftrain.data.shards.block_digests import HASHED_BYTES, hash_blocks
 
 BLOCK_BYTES = 512
@@ -71,7 +71,7 @@ class TarWriter:
         """Bytes of the members so far."""
         self._stream = path.open("xb", buffering=0)
         self._hasher = _Hasher(hash_in_line)
-        self._buffer = self._hasher.free_buffer()
+        self._buffer = self._hasher.free_buffers.get()
 
     def __enter__(self) -> TarWriter:
         return self
@@ -114,46 +114,47 @@ class TarWriter:
             left = left[self._stream.write(left) :]
         left.release()
         self._hasher.update(self._buffer, view)
-        self._buffer = self._hasher.free_buffer()
+        self._buffer = self._hasher.free_buffers.get()
 
 
 class _Hasher:
-    """Hashes chunks as they come: in the calling thread, or in two others, one the whole file and one its blocks."""
+    """Hashes chunks as they come: in the calling thread, or in two others, one its blocks, then one the whole file."""
 
     def __init__(self, in_line: bool) -> None:
         self.digest = hashlib.sha256()
         self.table = bytearray()
-        self._threads = [] if in_line else [ThreadPoolExecutor(1, "shard-sha256") for _ in range(2)]
-        self._work: list[Future[None]] = []
-        self._free: SimpleQueue[io.BytesIO] = SimpleQueue()
-        for _ in range(NUM_BUFFERS if self._threads else 1):
-            self._free.put(io.BytesIO(bytes(HASHED_BYTES)))
-
-    def free_buffer(self) -> io.BytesIO:
-        """Return a buffer of HASHED_BYTES, at its beginning."""
-        return self._free.get()
+        self.free_buffers: SimpleQueue[io.BytesIO] = SimpleQueue()
+        """Buffers of HASHED_BYTES, at their beginnings."""
+        self._chunks, self._chunks_of_table = (SimpleQueue[tuple[io.BytesIO, memoryview] | None]() for _ in range(2))
+        works = [] if in_line else [self._hash_blocks, self._hash_whole]
+        self._threads = [threads.start(work, "shard-sha256") for work in works]
+        for _ in range(NUM_BUFFERS if works else 1):
+            self.free_buffers.put(io.BytesIO(bytes(HASHED_BYTES)))
 
     def update(self, buffer: io.BytesIO, view: memoryview) -> None:
         """Take a buffer back and hash what the view of it shows."""
+        self._chunks.put((buffer, view))
         if not self._threads:
-            self.digest.update(view)
-            self._add_blocks(buffer, view)
-            return
-        for_whole, for_blocks = self._threads
-        self._work.append(for_whole.submit(self.digest.update, view))
-        self._work.append(for_blocks.submit(self._add_blocks, buffer, view, self._work[-1]))
+            self._chunks.put(None)
+            self._hash_blocks()
+            self._hash_whole()
 
-    def _add_blocks(self, buffer: io.BytesIO, view: memoryview, whole: Future[None] | None = None) -> None:
-        self.table += hash_blocks(view)
-        if whole is not None:
-            whole.result()
-        view.release()
-        buffer.seek(0)
-        self._free.put(buffer)
+    def _hash_blocks(self) -> None:
+        while chunk := self._chunks.get():
+            self.table += hash_blocks(chunk[1])
+            self._chunks_of_table.put(chunk)
+        self._chunks_of_table.put(None)
+
+    def _hash_whole(self) -> None:
+        while chunk := self._chunks_of_table.get():
+            buffer, view = chunk
+            self.digest.update(view)
+            view.release()
+            buffer.seek(0)
+            self.free_buffers.put(buffer)
 
     def close(self) -> None:
         """End when everything has been hashed; may be called again."""
+        self._chunks.put(None)
         for thread in self._threads:
-            thread.shutdown()
-        for work in self._work:
-            work.result()
+            thread.result()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kftrain.core import storage
@@ -42,9 +42,8 @@ class Piece:
 
     def to_dict(self) -> dict[str, Any]:
         """Return as JSON what the piece is known by, and where it lies."""
-        document = asdict(self)
-        del document["file"]["state"]
-        return document
+        file = {name: value for name, value in vars(self.file).items() if name != "state"}
+        return {**vars(self), "file": file}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Piece:

@@ -1,6 +1,8 @@
 """The same weights from another run are no new version."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -71,6 +73,32 @@ def test_a_version_that_was_never_judged_is_judged_when_it_is_trained_again(conf
     registration = repeat(first, "two", 0.6).submit()
     assert registration.promoted and registration.version == 1 and aliases() == {"champion": 1}
     assert registration.reason.startswith("identical to version 1, nothing was registered: first model")
+
+
+def test_equal_exports_of_two_runs_that_are_registered_at_once_are_one_version(config, finished, repeat, monkeypatch):
+    """Each run makes a model of its own before it looks for it: the newest one is the other's."""
+    first = finished("monday", 0.7)
+    again = repeat(first, "tuesday", 0.7)
+    digest = first.completion.export_digest
+    barrier, create = threading.Barrier(2), model_client.create_logged_model
+
+    def together(*arguments, **options):
+        model_id = create(*arguments, **options)
+        barrier.wait(60)
+        return model_id
+
+    # As two runs have it that train the same from the same checkpoint digest: the manifests are equal, too.
+    source, target = first.completion.export_uri, again.completion.export_uri
+    storage.publish(storage.join(target, "manifest.json"), storage.read_bytes(storage.join(source, "manifest.json")))
+    again = dataclasses.replace(
+        again,
+        completion=again.completion.model_copy(update={"export_digest": digest}),
+        evaluation=again.evaluation.model_copy(update={"export_digest": digest}),
+    )
+    monkeypatch.setattr(model_client, "create_logged_model", together)
+    with ThreadPoolExecutor(2) as threads:
+        registered = list(threads.map(lambda run: run.register(), (first, again)))
+    assert [one.version for one in registered] == [1, 1] and versions(config) == [1]
 
 
 def test_an_identical_version_whose_export_is_gone_does_not_count(config, finished, repeat):

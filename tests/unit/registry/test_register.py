@@ -136,10 +136,10 @@ def test_a_newer_model_that_another_process_is_making_is_not_deleted(config, fin
         mlflow_client.create_logged_model("1", source_run_id=run_id, tags={"digest": "x"}).model_id for _ in range(3)
     )
     mlflow_client.finalize_logged_model(complete, "READY")
-    assert model_client.find_logged_model(config.tracking.uri, "1", "digest", "x") == complete
+    assert model_client.find_logged_model(config.tracking.uri, "1", run_id, "digest", "x") == complete
     assert {model.model_id for model in mlflow_client.search_logged_models(["1"])} == {complete, newest}
     mlflow_client.finalize_logged_model(newest, "READY")
-    assert model_client.find_logged_model(config.tracking.uri, "1", "digest", "x") == newest
+    assert model_client.find_logged_model(config.tracking.uri, "1", run_id, "digest", "x") == newest
 
 
 def test_what_does_not_exist_is_not_registered(config, finished):

@@ -56,8 +56,12 @@ def test_an_array_may_be_changed_once_its_block_is_written(tmp_path):
 
 def test_a_large_member_takes_no_more_memory_than_the_buffers(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(tar_writer._Hasher, "update", lambda self, buffer, view: seen.append(len(buffer.getvalue())))
-    monkeypatch.setattr(tar_writer._Hasher, "free_buffer", lambda self: tar_writer.io.BytesIO(bytes(HASHED_BYTES)))
+
+    def update(hasher, buffer, view):
+        seen.append(len(buffer.getvalue()))
+        hasher.free_buffers.put(tar_writer.io.BytesIO(bytes(HASHED_BYTES)))
+
+    monkeypatch.setattr(tar_writer._Hasher, "update", update)
     content = np.zeros(10 * HASHED_BYTES, np.uint8)
     with TarWriter(tmp_path / "a.tar", hash_in_line=True) as writer:
         parts = [member_header(b"", b"x.bin", content.nbytes), content.data]
