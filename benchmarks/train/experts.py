@@ -3,7 +3,8 @@
     python benchmarks/train/experts.py [--processes 1] [--rounds 8] [--dim 512] [--tokens 4096]
 
 Both are trained by our engine, with AdamW, on the same batch: on one process, or with `--processes 2` the mixture with
-`expert: 2` and the dense model with `fsdp`. A token reaches 2 of 8 experts, whose widths add up to the dense one's.
+`expert: 2` and the dense model with `fsdp`. A token reaches 2 of 8 experts, whose widths add up to the dense one's;
+that is all that differs, since neither norms queries and keys.
 Times are of the process's CPU clock, to which others of a loaded machine add little; of two processes, which also wait
 for each other, on the wall. Last line: `dense` -> seconds of a turn, `experts` -> its time over that; medians.
 """
@@ -39,6 +40,7 @@ def measure(world: World, arguments: argparse.Namespace) -> dict[str, float]:
     dim, seconds = arguments.dim, dict[str, list[float]]()
     read_clock = time.process_time if world.size == 1 else time.perf_counter
     options = ["kind=mixture_of_experts", "num_experts=8", "experts_per_token=2", f"expert_dim={dim}"]
+    options += ["qk_norm=false"]
     models = {
         "dense": [f"model.dim={dim}", "model.kind=transformer", f"model.ffn_dim={2 * dim}"],
         "experts": [f"model.dim={dim}", *(f"model.{option}" for option in options), f"parallel.expert={world.size}"],

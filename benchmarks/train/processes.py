@@ -1,6 +1,6 @@
 """One strategy of ours against the same wrapper of PyTorch in a bare loop, on processes of one thread each.
 
-    python benchmarks/train/processes.py ddp|zero2|fsdp|tensor|context|evaluation [--processes 2] [--rounds 8]
+    python benchmarks/train/processes.py ddp|zero2|fsdp|tensor|context|pipeline|evaluation [--processes 2] [--rounds 8]
 
 A transformer of 27 million parameters, 512 tokens a process and step, over gloo. All contenders stand in the same
 processes and take turns, a step each: ours (`Loop.run`), the bare loop, and with `--free` the same step without any
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
-from wrappers import bare_step
+from wrappers import NUM_MICRO_BATCHES, bare_step
 
 from kftrain import config
 from kftrain.data.counters import Counters
@@ -45,6 +45,8 @@ from kftrain.train.step import Carrier, count_loss_terms
 VOCABULARY, LENGTH, ROWS, NUM_TOKENS = 8192, 128, 4, 250
 LONG_LENGTH, LONG_ROWS = 1024, 1
 """Those of `context`, whose processes share rows: as many tokens for each process."""
+PIPELINE_ROWS = 8
+"""Those of a step of `pipeline`, whose processes share rows, too."""
 EVALUATED_BATCHES = 6
 TEXT = """
 task: {kind: "processes:Tokens", sequence_length: 128}
@@ -58,6 +60,7 @@ STRATEGIES = {
     "fsdp": "parallel.strategy=fsdp",
     "tensor": "parallel.tensor=2",
     "context": "parallel.context=2",
+    "pipeline": "parallel.pipeline=2",
     "evaluation": "parallel.strategy=fsdp",
 }
 SETTLING_ROUNDS = 2
@@ -158,10 +161,14 @@ def measure(world: World, kind: str, num_layers: int, rounds: int, free: bool) -
         f"train.steps={rounds + SETTLING_ROUNDS}",
         *([f"task.sequence_length={LONG_LENGTH}"] if kind == "context" else []),
     ]
+    sizes = {"context": (LONG_ROWS, LONG_LENGTH, 1), "pipeline": (PIPELINE_ROWS, LENGTH, NUM_MICRO_BATCHES)}
+    num_rows, length, num_micro_batches = sizes.get(kind, (ROWS, LENGTH, 1))
+    if kind == "pipeline":
+        settings += [f"train.global_batch_size={num_rows}", f"train.micro_batch_size={num_rows // num_micro_batches}"]
     resolved = config.parse(TEXT, settings)
     task, mesh = build_task(resolved.task), Mesh(resolved.parallel.shape(world.size), world)
-    rows = tokens(mesh.data_rank, *((LONG_ROWS, LONG_LENGTH) if kind == "context" else (ROWS, LENGTH)))
-    batch = sent(task, rows)
+    rows = tokens(mesh.data_rank, num_rows, length)
+    batch = sent(task, rows, num_micro_batches)
     clock = Clock(world)
     reads: Any = argparse.Namespace(steps=lambda first, count: (each for each in [batch]), send_nothing=lambda: None)
     engine, _ = session.build(resolved, task, reads, mesh)
@@ -189,12 +196,14 @@ class Quiet(Loop):
         pass
 
 
-def sent(task: Any, rows: np.ndarray) -> StepBatch:
+def sent(task: Any, rows: np.ndarray, num_micro_batches: int = 1) -> StepBatch:
     """As the loader's thread hands them over."""
-    micro = MicroBatch({"tokens": rows}, np.ones(len(rows), np.float32))
     carrier = Carrier.to(torch.device("cpu"), task)
-    micro = replace(micro, sent=carrier.send(micro, count_loss_terms(task, micro)))
-    return StepBatch(0, [micro], rows[:, 1:].size)
+    micro_batches = [
+        MicroBatch({"tokens": part}, np.ones(len(part), np.float32)) for part in np.split(rows, num_micro_batches)
+    ]
+    micro_batches = [replace(micro, sent=carrier.send(micro, count_loss_terms(task, micro))) for micro in micro_batches]
+    return StepBatch(0, micro_batches, rows[:, 1:].size)
 
 
 def new_model(task: Any, num_layers: int) -> Any:

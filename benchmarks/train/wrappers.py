@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,6 +28,8 @@ from kftrain.parallel.fully_shard import reduce_by_exchange
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 CLIP_NORM = 1.0
+NUM_MICRO_BATCHES = 4
+"""Of a step of a pipeline."""
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 """Takes a step with inputs and targets `[rows, length]`."""
@@ -118,8 +121,57 @@ WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
+class Half(nn.Module):
+    """One of two stages of a transformer, cut where both have about as many numbers to multiply with."""
+
+    def __init__(self, model: Any, rank: int) -> None:
+        super().__init__()
+        middle = (len(model.model.layers) + 2) // 2
+        self.embed = None if rank else model.model.embed_tokens
+        self.blocks = model.model.layers[middle:] if rank else model.model.layers[:middle]
+        self.norm, self.head = (model.model.norm, model.lm_head) if rank else (None, None)
+        self.rotary = model.rotary
+
+    def forward(self, x: Any) -> Any:
+        """Map tokens to what is sent, and that to logits."""
+        hidden = self.embed(x) if self.embed else x
+        tables = self.rotary(torch.arange(hidden.shape[1]), hidden)
+        for block in self.blocks:
+            hidden = block(hidden, tables)
+        return self.head(self.norm(hidden)) if self.head and self.norm else hidden
+
+
+def pipeline_step(model: nn.Module) -> Step:
+    """A step of PyTorch's pipeline, 1F1B over two processes: schedule, the norm over both, clipping, update."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    half = Half(model, rank)
+    parameters = list(half.parameters())
+    optimizer = torch.optim.AdamW(parameters, **ADAMW)
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    stage = PipelineStage(half, rank, size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, NUM_MICRO_BATCHES, loss_fn=loss_of)
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets, return_outputs=False)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
+        dist.all_reduce(norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, CLIP_NORM, norm.sqrt())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
 def bare_step(kind: str, model: nn.Module) -> Step:
     """A step of the wrapped model: forward, loss, backward, clipping, update."""
+    if kind == "pipeline":
+        return pipeline_step(model)
     wrapped = WRAPPERS[kind](model)
     parameters = list(wrapped.parameters())
     optimizer = torch.optim.AdamW(parameters, **ADAMW)

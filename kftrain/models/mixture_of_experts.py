@@ -225,6 +225,7 @@ class MixtureOfExperts(Transformer):
         self.last_choices, self.last_dropped = self.expert_choices.clone(), self.num_dropped.clone()
         if self.balance_rate:
             for counts, block in zip(self.expert_choices.double(), self._sparse_blocks(), strict=True):
+                # By the sign alone, so that a few tokens more or less do not matter (arXiv:2408.15664, algorithm 1).
                 block.mlp.gate.bias.add_(self.balance_rate * torch.sign(counts.mean() - counts))
         self.expert_choices.zero_()
         self.num_dropped.zero_()
@@ -349,6 +350,7 @@ class Router(nn.Module):
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map `[N, D]` to chosen experts and their weights, both `[N, C]`, and all scores `[N, X]`."""
+        # In fp32: a rounding of the products would choose other experts, and part the curves of two layouts.
         logits = F.linear(rows.float(), self.weight.float())
         scores = logits.softmax(-1) if self.is_softmax else logits.sigmoid()
         ranked = scores if self.bias is None else scores + self.bias
@@ -411,12 +413,13 @@ class SparseFeedForward(nn.Module):
         kept = counts if capacity is None else counts.clamp(max=capacity)
         dropped = (counts - kept).sum(1)
         experts = choices.flatten() if kept is counts else _mark_dropped(chosen, counts, kept)
+        # Stable: within an expert tokens stay in their order, so that every layout adds them up alike.
         order = experts.argsort(stable=True)
         if kept is not counts:
             order = order[: int(kept.sum())]  # dropped ones come last
         computed = self.experts(tokens.index_select(0, order // choices.shape[1]), kept.sum(0))
-        # 0 for a choice that was dropped.
-        results = computed.new_zeros(len(experts), dim).index_copy(0, order, computed).view(*choices.shape, dim)
+        # 0 for a choice that was dropped. Copied, not added: each choice has a place of its own, and bmm sums them.
+        results = computed.new_zeros(len(experts), dim).index_copy_(0, order, computed).view(*choices.shape, dim)
         output = torch.bmm(weights.to(hidden.dtype).unsqueeze(1), results).view_as(hidden)
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden)

@@ -30,6 +30,9 @@ from kftrain.trust import require_code
 
 CHECKS = {**SIZES, "mixture_of_experts": of_mixture_of_experts}
 
+SPLIT_BY_OTHERS = ("num_layers", "num_experts", "sequence_length")
+"""Options whose values other axes than `tensor` split."""
+
 _NAMES: dict[str, Any] = {**vars(typing), **vars(pydantic), **vars(section)}
 """Names in the annotations of our own models' options; an annotation with another name is not checked here."""
 
@@ -57,7 +60,7 @@ def check_options(config: ModelConfig, arguments: Mapping[str, Any] | None = Non
 
 
 def splits_of(config: ModelConfig, arguments: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Return the sizes, by option, that the processes which split a built-in model's matrices must divide.
+    """Return the sizes of what the axes of a mesh split of a built-in model, by option.
 
     Empty for a user's model, and if it is not known what the task tells the model. Call `check_options` first.
     """
@@ -66,7 +69,7 @@ def splits_of(config: ModelConfig, arguments: Mapping[str, Any] | None = None) -
         return {}
     values = {**_complete_options(tree, constructor, config.options()), **arguments}
     splits: dict[str, int] | None = _call_check(SPLITS, config.kind, values)
-    return splits or {}
+    return {**(splits or {}), **{name: values[name] for name in SPLIT_BY_OTHERS if name in values}}
 
 
 def options_of(config: ModelConfig) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
 from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.sequences import SequenceCut
@@ -72,7 +73,9 @@ def read_context_plan(model: nn.Module, num_processes: int) -> dict[str, str]:
             fix=f"give the model a method {METHOD}(), or set it to 1",
         )
     plan: dict[str, str] = {}
-    for pattern, kind in method().items():
+    with user_code(f"model.{METHOD}"):
+        declared = [(str(pattern), str(kind)) for pattern, kind in method().items()]
+    for pattern, kind in declared:
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not names or not _KIND.fullmatch(kind):
             what = "knows no such kind" if names else "names no module of the model"
@@ -99,6 +102,7 @@ class SharedSequences:
 
     def attend_by_places(self, attend: Callable[..., Any], query: Any, key: Any, value: Any, others: Any) -> Any:
         """Attend with this process's queries to the keys of all places. Collective, also backward."""
+        # In one exchange. Backward each place gets the sum of what the queries of all processes owe to it.
         whole = exchange(torch.cat([key, value], HEADS), self._gather, self._sum_to_part)
         keys, values = whole.chunk(2, HEADS)
         return attend(query, keys, values, self.cut.list_chunks(whole.shape[PLACES]), *others)

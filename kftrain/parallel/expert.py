@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
 from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.initialize import Slot, parameter_like, places_of, put_all, replace_parameters, stored_parameter
@@ -77,7 +78,8 @@ class AllToAll:
     def combine(self, results: torch.Tensor, way_back: Any) -> torch.Tensor:
         """See `Dispatcher`."""
         order, there, back = way_back
-        return self._exchange(torch.zeros_like(results).index_copy(0, order, results), back, there)
+        # Copied to where it came from: the inverse of `index_select`, whose gradient adds nothing up.
+        return self._exchange(torch.empty_like(results).index_copy_(0, order, results), back, there)
 
     def _exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         return exchange(
@@ -137,6 +139,7 @@ def _run_spread(
 ) -> torch.Tensor:
     """Compute rows by the experts of all processes; `forward` sees this process's experts as plain tensors."""
     arrived = dispatcher.dispatch(rows, counts)
+    # Plain ones within: torch has no grouped product of distributed tensors, and no row is another process's here.
     with replace_parameters(slots, local):
         results = forward(arrived.rows, arrived.counts)
     return dispatcher.combine(results, arrived.way_back)
@@ -152,10 +155,14 @@ def _list_expert_modules(model: nn.Module) -> list[str]:
 
 
 def read_expert_plan(model: nn.Module) -> list[str]:
-    """Return the patterns of names of the modules of experts; none where the model has no plan. Raises ConfigError."""
+    """Return the patterns of names of the modules of experts; none where the model has no plan.
+
+    Raises ConfigError for what is no plan, UserCodeError where the method raises.
+    """
     method: Any = getattr(model, "expert_plan", None)
-    patterns: Any = method() if callable(method) else []
-    if not isinstance(patterns, list | tuple):
+    with user_code("model.expert_plan"):
+        patterns: Any = method() if callable(method) else []
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise _error("is no plan", type(patterns).__name__, "return a list of patterns of modules' names")
     return list(patterns)
 

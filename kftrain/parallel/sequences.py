@@ -40,6 +40,7 @@ class SequenceCut:
 
     def join_parts(self, parts: Any, dim: int) -> torch.Tensor:
         """Join the parts of all processes, `[size, *shape]`, along a dim of the shape, in the order of the sequence."""
+        # First chunks come in the order of the processes, second ones in the reverse: see `list_chunks`.
         chunks = parts.movedim(0, dim).unflatten(dim + 1, (2, -1))
         heads, tails = chunks.select(dim + 1, 0), chunks.select(dim + 1, 1)
         joined: torch.Tensor = torch.cat([heads, tails.flip(dim)], dim).flatten(dim, dim + 1)

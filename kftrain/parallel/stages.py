@@ -53,6 +53,18 @@ def find_process(name: str, stage: int, num_processes: int) -> int:
     return next(place for place in range(num_processes) if stage in list_stages(name, place, num_processes))
 
 
+def count_stages(name: str, num_processes: int) -> int:
+    """Return the number of stages of all processes."""
+    return SCHEDULES[name].stages_per_process * num_processes
+
+
+def require_enough_pieces(count: int, num_stages: int) -> None:
+    """Raises ConfigError where a model has fewer pieces than stages."""
+    if count < num_stages > 1:
+        what, fix = f"the model has {count} pieces, too few for {num_stages} stages", f"use at most {count} stages"
+        raise ConfigError(what, where="parallel.pipeline", value=num_stages, fix=f"{fix}, or a model with more blocks")
+
+
 def require_micro_batches(name: str, num_micro_batches: int, num_processes: int) -> None:
     """Raises ConfigError, which names numbers that would do, where a schedule cannot have so many micro batches."""
     if is_schedulable(name, num_micro_batches, num_processes):
@@ -95,10 +107,7 @@ def cut_pieces(costs: Sequence[float], num_stages: int) -> list[range]:
     Of several such cuts it takes the one whose costs differ least (the least sum of squares). `costs`: of each piece.
     Raises ConfigError where there are fewer pieces than stages.
     """
-    count = len(costs)
-    if count < num_stages:
-        what, fix = f"the model has {count} pieces, too few for {num_stages} stages", f"use at most {count} stages"
-        raise ConfigError(what, where="parallel.pipeline", value=num_stages, fix=f"{fix}, or a model with more blocks")
+    require_enough_pieces(len(costs), num_stages)
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -110,6 +119,7 @@ def cut_pieces(costs: Sequence[float], num_stages: int) -> list[range]:
 
 def _cut_with(sums: Sequence[float], num_stages: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
     """Return the least value of a cut, and its edges. `join`: value so far and cost of a stage -> value with it."""
+    # Pieces before a stop, in so many stages -> the best way to cut them: each stage adds one edge to those of before.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for stage in range(num_stages):
         stops = range(stage + 1, len(sums) - (num_stages - stage - 1))

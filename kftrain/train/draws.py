@@ -42,6 +42,7 @@ class PlacedDraws:
     def begin(self, micro: int, num_blocks: int = 0) -> None:
         """Begin with a micro batch, or with a stage of it that comes after so many blocks."""
         self._micro = micro
+        # As behind the block before this stage, where a process with all blocks would be by now.
         self._seed(2 * num_blocks)
 
     def _seed(self, place: int) -> None:

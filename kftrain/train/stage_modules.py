@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kftrain.core.plugins import user_code
-from kftrain.errors import ConfigError
+from kftrain.errors import ConfigError, UserCodeError
 from kftrain.models.base import ModelPiece, run_pieces
 from kftrain.parallel import initialize, stages
 from kftrain.parallel.distributed import Distributed
@@ -62,6 +62,7 @@ class StageModule(nn.Module):
         self._num_blocks = num_blocks
         self._model: Callable[[], nn.Module] = lambda: model  # no submodule: its names are not this module's
         self._pieces: list[ModelPiece] = []
+        self._forms: list[tuple[list[int], torch.dtype]] = []
         inside = list_modules(model, pieces)
         kept = {id(parameter) for module in inside for parameter in list_parameters(model, module)}
         self.units = nn.ModuleList(module for module in dict.fromkeys(inside) if module is not model)
@@ -83,7 +84,20 @@ class StageModule(nn.Module):
             if work.row_weights is not None:
                 give_row_weights(model, work.row_weights)
             result = run_pieces(model, self._pieces, received[0] if len(received) == 1 else received, inputs)
-        return work.finish(result) if self._is_last else tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
+        if self._is_last:
+            return work.finish(result)
+        if work.row_weights is not None:
+            self._require_same_shapes(result)
+        return tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
+
+    def _require_same_shapes(self, sent: Any) -> None:
+        """Raises UserCodeError where a micro batch has others than the first one."""
+        # torch receives into memory that it reserves by the first one, and does not look at what comes.
+        forms = [(list(tensor.shape), tensor.dtype) for tensor in tree_leaves(sent)]
+        self._forms = self._forms or forms
+        if forms != self._forms:
+            what, fix = "a piece returns tensors of other shapes than before", "pad them to one shape for all rows"
+            raise UserCodeError(what, where="model.stages", value=forms, fix=fix)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -96,12 +110,20 @@ def _share_places(module: nn.Module) -> nn.Module:
 
 
 def list_pieces(model: Any) -> list[ModelPiece]:
-    """Return the pieces of a model. Raises ConfigError where it has none, or they leave a parameter out."""
+    """Return the pieces of a model. Raises ConfigError where it has none."""
     if not callable(getattr(model, "stages", None)):
         what, fix = "has no pieces that stages could be made of", "give the model a method stages(), or set it to 1"
         raise ConfigError(f"{type(model).__name__} {what}", where="parallel.pipeline", fix=fix)
     with user_code("model.stages"):
-        return list(model.stages())
+        pieces = list(model.stages())
+    if not pieces or not all(_is_piece(piece) for piece in pieces):
+        fix = "return ModelPiece(call, modules) for each part of forward"
+        raise ConfigError("does not return pieces of the model", where="model.stages", fix=fix)
+    return pieces
+
+
+def _is_piece(piece: Any) -> bool:
+    return isinstance(piece, ModelPiece) and all(isinstance(module, nn.Module) for module in piece.modules)
 
 
 def list_modules(model: nn.Module, pieces: range) -> list[nn.Module]:
@@ -149,8 +171,8 @@ def cut_model(model: nn.Module, schedule: str, num_processes: int) -> Cut:
     """Choose the stages of a model. Raises ConfigError where it cannot be cut into so many."""
     pieces, places = list_pieces(model), initialize.places_of(model)
     costs = [estimate_cost(model, piece, number == 0) for number, piece in enumerate(pieces)]
-    num_stages = stages.SCHEDULES[schedule].stages_per_process * num_processes
-    ranges = stages.cut_pieces(costs, num_stages)
+    ranges = stages.cut_pieces(costs, stages.count_stages(schedule, num_processes))
+    # By identity: a parameter that stands in several places has several names, and must count once.
     ids = [{id(p) for number in of for m in pieces[number].modules for p in list_parameters(model, m)} for of in ranges]
     stored = {name: initialize.stored_parameter(slots[0]) for name, slots in places.items()}
     having = {name: [stage for stage, own in enumerate(ids) if id(p) in own] for name, p in stored.items()}
@@ -210,6 +232,7 @@ class CutIntoStages:
         for module in model.modules():  # also those that are in no stage here: all processes combine all buffers
             kept = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
             module._buffers.update({key: buffer.to(mesh.world.device) for key, buffer in kept.items()})
+        # The schedule calls stages and never the model, so what shards must hook itself to these.
         distributed.roots = nn.ModuleList(self.modules)
         distributed.names = self.cut.trained
         shared = SharedParameters(initialize.places_of(model), self.cut.users, mesh)
@@ -251,6 +274,7 @@ class SharedParameters:
                 continue
             if parameter.grad is None:  # this stage has not used it in this step
                 parameter.grad = torch.zeros_like(parameter)
+            # By the same group in the same order, so that the updates of all of them stay equal to the bit.
             dist.all_reduce(local(parameter.grad), group=self._groups[name])
 
     def list_copies(self) -> list[nn.Parameter]:

@@ -1,9 +1,18 @@
-"""The runs that others are compared with: trained once for all tests of a process."""
+"""What several tests of a process share: runs that others are compared with, trained once, and processes."""
 
 import fcntl
 
 import pytest
 from helpers import jobs
+from helpers.pool import Pools
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Processes of the table of parity, which stay from row to row."""
+    made = Pools()
+    yield made
+    made.close()
 
 
 @pytest.fixture

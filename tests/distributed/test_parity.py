@@ -1,13 +1,10 @@
 """Each strategy, optimizer and combination that is offered against a bare loop on one process, row by row."""
 
-import re
 import time
-from dataclasses import replace
 
 import pytest
 from helpers.models.tensor import DROPPING
 from helpers.parity import defects, models, optimizers
-from helpers.parity import rank as parity_rank
 from helpers.parity import table as parity
 from helpers.parity.oracle import (
     Case,
@@ -19,7 +16,6 @@ from helpers.parity.oracle import (
 )
 from helpers.parity.table import Refused, Row
 from helpers.parity.vision import IMAGES
-from helpers.pool import Pools
 
 TIED = Case("tied", ("model.tie_embeddings=true",), tied_llama)
 ODD = Case("odd", ("model.ffn_dim=30",), odd_llama)
@@ -161,16 +157,9 @@ TABLE = [
 """Add a row here. A case of its own stands beside `TIED`, or, where it needs a network, in `helpers.parity.oracle`."""
 
 
-@pytest.fixture(scope="session")
-def pools():
-    found = Pools()
-    yield found
-    found.close()
-
-
 @pytest.mark.parametrize("row", [row.param() for row in TABLE])
 def test_a_row_is_the_bare_loop(pools, row):
-    parity.check(row, pools.run(row.processes, parity_rank.train, row.job))
+    parity.check_row(pools, row)
 
 
 REFUSED = [
@@ -209,9 +198,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
 def test_what_is_not_offered_is_refused_in_one_line(pools, row):
-    for answer in pools.run(row.processes, parity_rank.train, row.job):
-        assert answer.kind == "refused", answer
-        assert re.search(row.message, answer.value) and "\n" not in answer.value
+    parity.check_refusal(pools, row)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +223,7 @@ def test_what_is_not_offered_is_refused_in_one_line(pools, row):
     ids=lambda each: getattr(each, "__name__", None),
 )
 def test_an_engine_that_is_broken_on_purpose_fails_its_row(pools, defect, row):
-    answers = pools.run(row.processes, parity_rank.train, replace(row.job, defect=defect))
-    assert [answer.kind for answer in answers] == ["done"] * row.processes, "it fails by its numbers alone"
-    with pytest.raises(AssertionError, match=r"Not equal to tolerance|changes the first weights"):
-        parity.check(row, answers)
+    parity.check_defect(pools, row, defect)
 
 
 def hang(world):

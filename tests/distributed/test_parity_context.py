@@ -1,19 +1,12 @@
 """Sequences that several processes share against the bare loop, whose mask is a plain one of places x places."""
 
-import itertools
-import re
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from helpers.parity import context, defects, models, optimizers
-from helpers.parity import rank as parity_rank
-from helpers.parity import resume as parity_resume
 from helpers.parity import table as parity
-from helpers.parity.oracle import STEPS, Case, same_llama, tied_llama
+from helpers.parity.oracle import Case, same_llama, tied_llama
 from helpers.parity.table import Refused, Row
 from helpers.parity.vision import IMAGES
-from helpers.pool import Pools
 
 CONTEXT = ("parallel.context=2",)
 BY_FOUR = ("parallel.context=4",)
@@ -34,6 +27,7 @@ FLAWS = {
     "auxiliary loss": "auxiliary loss is of whole rows",
     "unknown name": "context_plan: names no module",
     "unknown kind": "context_plan: knows no such kind",
+    "a list": "model.context_plan: AttributeError",
 }
 """Flaw of `helpers.models.context` -> what is said of it."""
 
@@ -89,16 +83,9 @@ ROWS = [
 TABLE = parity.keep_quick(ROWS, QUICK)
 
 
-@pytest.fixture(scope="module")
-def pools():
-    found = Pools()
-    yield found
-    found.close()
-
-
 @pytest.mark.parametrize("row", [row.param() for row in TABLE])
 def test_a_row_is_the_bare_loop(pools, row):
-    parity.check(row, pools.run(row.processes, parity_rank.train, row.job))
+    parity.check_row(pools, row)
 
 
 REFUSED = [
@@ -115,9 +102,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
 def test_what_is_not_offered_is_refused_in_one_line(pools, row):
-    for answer in pools.run(row.processes, parity_rank.train, row.job):
-        assert answer.kind == "refused", answer
-        assert re.search(row.message, answer.value) and "\n" not in answer.value
+    parity.check_refusal(pools, row)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +124,7 @@ def test_what_is_not_offered_is_refused_in_one_line(pools, row):
     ids=lambda each: getattr(each, "__name__", None),
 )
 def test_an_engine_that_is_broken_on_purpose_fails_its_row(pools, defect, row):
-    answers = pools.run(row.processes, parity_rank.train, replace(row.job, defect=defect))
-    assert [answer.kind for answer in answers] == ["done"] * row.processes, "it fails by its numbers alone"
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        parity.check(row, answers)
+    parity.check_defect(pools, row, defect)
 
 
 @pytest.mark.parametrize("case", [context.ROWS, context.PACKED, context.PACKED_ONE], ids=lambda case: case.name)
@@ -155,24 +137,3 @@ def test_an_evaluation_measures_each_row_as_one_process_does(pools, processes, c
         np.testing.assert_allclose(shared.value.statistics[name], values, rtol=1e-6, err_msg=name)
     np.testing.assert_array_equal(shared.value.clusters, alone.value.clusters)
     assert set(alone.value.clusters) == set(-np.arange(29)) and alone.value.statistics["tokens"].sum() > 100
-
-
-LAYOUTS = {
-    "context of four": (4, BY_FOUR),
-    "fsdp": (2, ()),
-    "one process": (1, ()),
-    "context": (2, CONTEXT),
-    "fsdp x context": (4, CONTEXT),
-    "context x tensor": (4, TENSOR),
-}
-TURNS = [*itertools.pairwise([*LAYOUTS, "context of four"])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), TURNS, ids=lambda name: name)
-def test_a_run_goes_on_in_another_layout(pools, tmp_path, first, second):
-    for layout, num_steps in ((first, 7), (second, STEPS)):
-        size, overrides = LAYOUTS[layout]
-        row = Row(f"{first} - {second}", size, overrides, context.PACKED)
-        answers = pools.run(size, parity_resume.attempt, row.job, str(tmp_path), num_steps)
-    parity.check(row, answers)

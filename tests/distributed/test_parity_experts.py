@@ -1,16 +1,13 @@
 """Mixtures of experts against a bare loop on one process that runs its experts one by one, row by row."""
 
-import re
 from dataclasses import replace
 
 import pytest
 from helpers.parity import defects, experts, pipeline
 from helpers.parity import oracle as parity_oracle
 from helpers.parity import rank as parity_rank
-from helpers.parity import resume as parity_resume
 from helpers.parity import table as parity
 from helpers.parity.table import Refused, Row
-from helpers.pool import Pools
 
 EXPERT = ("parallel.expert=2",)
 FOUR = ("parallel.expert=4",)
@@ -25,6 +22,25 @@ HALVES = (0, 1, 2), (3, 4, 5)
 OPTIMIZERS = (experts.MUON, experts.LAMB, experts.ADAFACTOR)
 CASES = (experts.BIASED, experts.BALANCED, experts.CROWDED)
 
+ALL = (0, 1, 2, 3, 4, 5)
+ONE_BY_ONE = tuple((place,) for place in ALL)
+PAIRS = (0, 3), (1, 4), (2, 5)
+"""Rows of two processes that are in their micro batches of the same number."""
+
+
+def in_bf16(name, processes, layout, parts, parts_of_stacks, steps, case=experts.BF16):
+    return Row(
+        f"{name}, {case.name}",
+        processes,
+        layout,
+        case,
+        weight_tolerance=0.02,
+        parts=parts,
+        parts_of_stacks=parts_of_stacks,
+        compared_steps=steps,
+    )
+
+
 QUICK = {
     "experts",
     "expert",
@@ -32,7 +48,8 @@ QUICK = {
     "fsdp x expert",
     "fsdp x expert, six experts, muon",
     "context x expert",
-    "expert, bf16",
+    "expert, experts, bf16",
+    "pipeline x expert, auxiliary loss, bf16",
     "expert, biases, groups, shared experts",
     "expert, auxiliary loss",
     "expert, capacity",
@@ -66,8 +83,13 @@ ROWS = [
         experts.MIXTURE,
     ),
     Row("experts, bf16", 1, case=experts.BF16, compared_steps=4, weight_tolerance=0.05),
-    # An expert's rows of all processes are rounded in one product, and not part by part as the bare loop does.
-    Row("expert, bf16", 2, EXPERT, experts.BF16, 0.01, 0.05, parts=HALVES, compared_steps=6),
+    # The rows of an expert that come from several processes are one product, whose gradients are rounded once.
+    in_bf16("expert", 2, EXPERT, HALVES, (ALL,), 6),
+    *(
+        in_bf16(f"pipeline{name}", size, (*PIPELINE, *more), ONE_BY_ONE, stacks, 12, case)
+        for size, name, more, stacks in ((2, "", (), None), (4, " x expert", EXPERT, PAIRS))
+        for case in (experts.BF16, experts.BALANCED_BF16)
+    ),
     Row("fsdp x expert, recomputed, biases", 4, (*EXPERT, *RECOMPUTED), experts.BIASED),
     Row("context x expert", 4, (*EXPERT, *CONTEXT), experts.BIASED),
     Row("context x expert, muon, recomputed", 4, (*EXPERT, *CONTEXT, *RECOMPUTED), experts.MUON),
@@ -89,20 +111,14 @@ ROWS = [
 TABLE = parity.keep_quick(ROWS, QUICK)
 
 
-@pytest.fixture(scope="module")
-def pools():
-    found = Pools()
-    yield found
-    found.close()
-
-
 @pytest.mark.parametrize("row", [row.param() for row in TABLE])
 def test_a_row_is_the_bare_loop(pools, row):
-    parity.check(row, pools.run(row.processes, parity_rank.train, row.job))
+    parity.check_row(pools, row)
 
 
 REFUSED = [
     Refused("expert for a model without experts", 2, EXPERT, "does not say where its experts are"),
+    Refused("experts that are named by numbers", 2, EXPERT, "expert_plan: is no plan", experts.NUMBERED),
     Refused(
         "experts that have no equal shares", 2, (*EXPERT, "model.num_experts=5"), "no 2 equal parts", experts.MIXTURE
     ),
@@ -125,9 +141,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
 def test_what_is_not_offered_is_refused_in_one_line(pools, row):
-    for answer in pools.run(row.processes, parity_rank.train, row.job):
-        assert answer.kind == "refused", answer
-        assert re.search(row.message, answer.value) and "\n" not in answer.value
+    parity.check_refusal(pools, row)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +153,12 @@ def test_what_is_not_offered_is_refused_in_one_line(pools, row):
         (experts.biases_by_rank, Row("", 2, EXPERT, experts.BIASED)),
         (pipeline.buffers_of_one_stage, Row("", 2, PIPELINE, experts.BIASED)),
         (pipeline.norm_of_one_stage, Row("", 4, IN_STAGES, experts.MIXTURE)),
+        (pipeline.received_in_bf16, in_bf16("", 2, PIPELINE, ONE_BY_ONE, None, 12, experts.BALANCED_BF16)),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
 def test_an_engine_that_is_broken_on_purpose_fails_its_row(pools, defect, row):
-    answers = pools.run(row.processes, parity_rank.train, replace(row.job, defect=defect))
-    assert [answer.kind for answer in answers] == ["done"] * row.processes, "it fails by its numbers alone"
-    with pytest.raises(AssertionError, match=r"Not equal to tolerance|changes the first weights"):
-        parity.check(row, answers)
+    parity.check_defect(pools, row, defect)
 
 
 COUNTED = [
@@ -199,40 +211,3 @@ def check_counts(row, answers):
         loads = [metrics[f"experts/load_{number}"] for number in range(len(last[0]))]
         assert loads == pytest.approx([sum(each) * len(last[0]) / num_choices for each in zip(*last, strict=True)])
     assert row.case is not experts.CROWDED or sum(experts.DROPPED)
-
-
-LAYOUTS = {
-    "one process": (1, ()),
-    "fsdp": (2, ()),
-    "expert": (2, EXPERT),
-    "expert of four": (4, FOUR),
-    "fsdp x expert": (4, EXPERT),
-    "hsdp x expert": (4, (*EXPERT, *HYBRID)),
-    "pipeline": (2, PIPELINE),
-    "pipeline x expert": (4, IN_STAGES),
-}
-WAYS = [
-    ("expert of four", "expert", experts.BIASED),
-    ("expert", "fsdp", experts.MUON),
-    ("fsdp", "one process", experts.BIASED),
-    ("one process", "expert of four", experts.ADAFACTOR),
-    ("fsdp x expert", "one process", experts.MUON),
-    ("fsdp", "fsdp x expert", experts.BIASED),
-    ("hsdp x expert", "expert of four", experts.LAMB),
-    ("fsdp x expert", "fsdp", experts.SIX_MUON),
-    ("pipeline x expert", "fsdp x expert", experts.BIASED),
-    ("expert", "pipeline x expert", experts.MUON),
-    ("pipeline", "one process", experts.BIASED),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "second", "case"), WAYS, ids=lambda each: getattr(each, "name", each))
-def test_a_run_goes_on_in_another_layout(pools, tmp_path, first, second, case):
-    size, overrides = LAYOUTS[first]
-    row = Row(first, size, overrides, case)
-    answers = pools.run(size, parity_resume.attempt, row.job, str(tmp_path), 7)
-    assert [answer.kind for answer in answers] == ["done"] * size, answers
-    size, overrides = LAYOUTS[second]
-    row = Row(f"{first} - {second}", size, overrides, case)
-    parity.check(row, pools.run(size, parity_resume.attempt, row.job, str(tmp_path), parity_oracle.STEPS))

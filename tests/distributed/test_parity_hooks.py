@@ -1,13 +1,10 @@
 """What a constructor says about parameters (hooks, attributes, types) is kept in each layout, or refused by name."""
 
-import re
-
 import pytest
 from helpers.parity import hooks as parity_hooks
 from helpers.parity import rank as parity_rank
 from helpers.parity import table as parity
 from helpers.parity.table import Refused, Row
-from helpers.pool import Pools
 
 DDP, ZERO2, TENSOR = ("parallel.strategy=ddp",), ("parallel.strategy=zero2",), ("parallel.tensor=2",)
 HALVES = ((0, 1, 2), (3, 4, 5))
@@ -101,23 +98,14 @@ REFUSED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pools():
-    found = Pools()
-    yield found
-    found.close()
-
-
 @pytest.mark.parametrize("row", [row.param() for row in TABLE])
 def test_what_is_said_about_parameters_is_heard(pools, row):
-    parity.check(row, pools.run(row.processes, parity_rank.train, row.job))
+    parity.check_row(pools, row)
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
 def test_what_cannot_be_heard_is_refused(pools, row):
-    for answer in pools.run(row.processes, parity_rank.train, row.job):
-        assert answer.kind == "refused", answer
-        assert re.search(row.message, answer.value) and "\n" not in answer.value
+    parity.check_refusal(pools, row)
 
 
 @pytest.mark.parametrize(("size", "layout"), [(1, ()), (2, DDP), (2, ZERO2), (2, ())])

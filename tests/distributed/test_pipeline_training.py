@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import jobs, ranks
 from helpers.launching import wait_until
-from helpers.parity import defects, oracle
+from helpers.parity import defects, experts, oracle
 from helpers.parity import rank as parity_rank
 from safetensors.torch import load_file
 
@@ -42,7 +42,8 @@ OWN = "{kind: 'helpers.models.staged_experts:StagedExperts'}"
 class Held:
     """Rows for validation, in memory, of which the last batch has fewer than the others."""
 
-    num_samples = oracle.NUM_ROWS
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
 
     def read_range(self, start, stop):
         return {name: rows[start:stop] for name, rows in oracle.text_rows().items()}, None
@@ -54,31 +55,36 @@ class Held:
         return str(sample)
 
 
-def evaluated(world, overrides):
-    """Statistics of the first model of a run, on the first process."""
-    resolved = config.parse(oracle.BASE, list(overrides))
+NUMS_OF_SAMPLES = oracle.NUM_ROWS, 1
+"""The second leaves processes without a batch of their own."""
+
+
+def evaluated(world, base, overrides):
+    """Statistics of the first model of a run, on the first process, for each number of samples."""
+    resolved = config.parse(base, list(overrides))
     mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
     with contextlib.closing(parity_rank.new_loader(resolved, task, mesh, oracle.text_rows())) as loader:
         engine, _ = session.build(resolved, task, loader, mesh)
-        return engine.evaluate(Held(), 4, 0, lambda: None)
+        return [engine.evaluate(Held(number), 4, 0, lambda: None) for number in NUMS_OF_SAMPLES]
 
 
 @pytest.mark.parametrize(
-    ("processes", "more"),
+    ("processes", "base", "more"),
     [
-        (2, ()),
-        (2, ("parallel.schedule=zbv",)),
-        (2, ("parallel.schedule=interleaved",)),
-        (4, ()),
+        (2, oracle.BASE, ()),
+        (2, oracle.BASE, ("parallel.schedule=zbv",)),
+        (2, oracle.BASE, ("parallel.schedule=interleaved",)),
+        (4, oracle.BASE, ()),
+        (4, experts.TEXT, EXPERT),
     ],
 )
-def test_stages_evaluate_each_sample_as_one_process_does(processes, more):
+def test_stages_evaluate_each_sample_as_one_process_does(processes, base, more):
     layout = ["parallel.pipeline=2", "train.micro_batch_size=1", *more]
-    ours = ranks.on(processes, evaluated, layout)[0]
-    (theirs,) = ranks.on(1, evaluated, [])
-    assert ours.keys() == theirs.keys() and all(len(values) == Held.num_samples for values in ours.values())
-    for name, values in theirs.items():
-        np.testing.assert_allclose(ours[name], values, rtol=1e-6, err_msg=name)
+    pairs = zip(ranks.on(processes, evaluated, base, layout)[0], ranks.on(1, evaluated, base, [])[0], strict=True)
+    for (ours, theirs), num_samples in zip(pairs, NUMS_OF_SAMPLES, strict=True):
+        assert ours.keys() == theirs.keys() and all(len(values) == num_samples for values in ours.values())
+        for name, values in theirs.items():
+            np.testing.assert_allclose(ours[name], values, rtol=1e-6, err_msg=name)
 
 
 def run_to_the_end(paths, resolved, processes):
@@ -102,8 +108,16 @@ def expected(tmp_path_factory):
         (PIPELINE, 2, 9 * 4 + 2, [], 2),
         ([*PIPELINE, "parallel.pipeline=3"], 3, 9 * 4 + 2, [], 1),
         ([], 2, 9, PIPELINE, 4),
+        ([*PIPELINE, "parallel.pipeline=4"], 4, 9 * 4 + 2, ["parallel.tensor=2"], 2),
+        (["parallel.context=2"], 2, 9, [], 2),
     ],
-    ids=["pipeline - fsdp", "three stages - one process", "fsdp - fsdp x pipeline"],
+    ids=[
+        "pipeline - fsdp",
+        "three stages - one process",
+        "fsdp - fsdp x pipeline",
+        "four stages - tensor",
+        "context - fsdp",
+    ],
 )
 def test_a_training_that_is_killed_goes_on_in_another_layout(
     tmp_path, expected, layout, processes, hangs_at, later, later_processes
@@ -143,14 +157,16 @@ def require_same_training(paths, expected):
     ("model", "layout", "processes", "others"),
     [
         (MIXTURE, [*PIPELINE, *EXPERT], 4, None),
+        (MIXTURE, ["parallel.expert=4"], 4, None),
         # Its dropout draws by the place among the processes that read other samples. So the training to compare with
         # has these in the same steps; but it never had stages.
         (OWN, [*PIPELINE, "parallel.pipeline=3"], 3, ["train.micro_batch_size=2"]),
     ],
-    ids=["expert x pipeline", "own model in three stages"],
+    ids=["expert x pipeline", "expert of four", "own model in three stages"],
 )
-def test_experts_in_stages_that_are_killed_go_on_as_fsdp_x_expert(tmp_path, model, layout, processes, others):
-    script, spread = json.dumps({"rank": processes - 1, "step": 9 * 4 + 2, "do": "hang"}), EXPERT
+def test_experts_that_are_killed_go_on_as_fsdp_x_expert(tmp_path, model, layout, processes, others):
+    hangs_at, spread = 9 * 4 + 2 if PIPELINE[0] in layout else 9, EXPERT
+    script = json.dumps({"rank": processes - 1, "step": hangs_at, "do": "hang"})
     paths, resolved = make_run_of(model, tmp_path / "ours", layout)
     kill_within_a_step(paths, resolved, processes, script)
     paths, resolved = make_run_of(model, tmp_path / "ours", spread)

@@ -5,18 +5,10 @@ import pytest
 from helpers.models.tensor import seven_tokens
 from helpers.parity import rank as parity_rank
 from helpers.parity.oracle import BASE, STEPS, text_rows
-from helpers.pool import Pools
 
 from kftrain.core.plain import load_yaml
 
 MIXED = "\n".join(line for line in BASE.splitlines() if not line.startswith("model:"))
-
-
-@pytest.fixture(scope="module")
-def pools():
-    found = Pools()
-    yield found
-    found.close()
 
 
 def answers(pools, processes, *settings, text=BASE, rows=text_rows):

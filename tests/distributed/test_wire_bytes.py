@@ -1,27 +1,19 @@
 """Bytes on the wire, by the kernel's own counters, against the closed formula of each strategy.
 
-    pytest -s -m slow tests/distributed/test_wire_bytes.py      prints the table
-
-All processes of a row are in a network of their own, whose loopback device counts what they send, headers included.
+pytest -s -m slow tests/distributed/test_wire_bytes.py      prints the table
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from helpers import ranks
-from helpers.fakes import private_network
-from helpers.parity.rank import new_loader
 from helpers.wire import bytes_of_step
+from helpers.wire_counts import TOLERANCE, count_step_bytes, measure_table
 
-from kftrain import config
 from kftrain.core.plain import load_yaml
 from kftrain.data.order import BatchPlan
 from kftrain.models import build_model
-from kftrain.parallel.mesh import Mesh
-from kftrain.tasks import build_task
 from kftrain.tasks.base import task_reads_parts
-from kftrain.train import session
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +32,6 @@ model: {kind: vision_transformer, dim: 128, num_layers: 2, num_heads: 2}
 train: {global_batch_size: 8}
 """
 ROWS = 8
-WARM_STEPS, COUNTED_STEPS = 2, 4
-TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -120,24 +110,10 @@ def data(row):
     return {"tokens": generator.integers(0, 256, size=(64, length)).astype(np.uint16)}
 
 
-def sent_in_a_step(world, rows):
-    """By a process, on average, of each row; what the formula says; the bytes of the model's parameters."""
-    return [measure(world, row) for row in rows]
-
-
 def measure(world, row):
-    resolved = config.parse(row.text, row.overrides)
-    mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
-    loader = new_loader(resolved, task, mesh, data(row))
-    engine, _ = session.build(resolved, task, loader, mesh)
-    batches = list(loader.steps(0, WARM_STEPS + COUNTED_STEPS))
-    for batch in batches[:WARM_STEPS]:
-        engine.step(batch, 64, world.sum)
-    before = counted(world)
-    for batch in batches[WARM_STEPS:]:
-        engine.step(batch, 64, world.sum)
-    sent = counted(world) - before
-    return sent / COUNTED_STEPS / world.size, formula(row, resolved, task), size_of(engine.model)
+    """Bytes that a process sends in a step, on average; what the formula says; bytes of the model's parameters."""
+    sent, resolved, engine, task = count_step_bytes(world, row.text, row.overrides, data(row))
+    return sent, formula(row, resolved, task), size_of(engine.model)
 
 
 def formula(row, resolved, task):
@@ -155,30 +131,9 @@ def size_of(model):
     return 4 * sum(each.numel() for each in model.parameters())
 
 
-def counted(world):
-    """What all have sent, at a moment when all are here."""
-    world.barrier()
-    found = private_network.sent_bytes()
-    world.barrier()
-    return found
-
-
-def on_all(rows):
-    return ranks.on(rows[0].processes, sent_in_a_step, rows, seconds=900)[0]
-
-
 @pytest.fixture(scope="module")
 def measured():
-    problem = private_network.problem()
-    if problem:
-        pytest.skip(f"needs a network of its own: {problem}")
-    found = {}
-    for size in sorted({row.processes for row in TABLE}):
-        rows = [row for row in TABLE if row.processes == size]
-        answers = private_network.run(on_all, rows)
-        assert isinstance(answers, list), answers
-        found.update(zip(rows, answers, strict=True))
-    return found
+    return measure_table(TABLE, measure)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)

@@ -5,23 +5,18 @@ What is no expert's is sharded over `shard` x `expert`, the experts of a process
 where blocks are recomputed it travels there and back once more.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from helpers import ranks
-from helpers.fakes import private_network
 from helpers.parity.defects import patched
-from helpers.parity.rank import new_loader
 from helpers.wire import Step, bytes_sent
+from helpers.wire_counts import COUNTED_STEPS, TOLERANCE, count_step_bytes, measure_table
 
-from kftrain import config
 from kftrain.models import build_model
 from kftrain.models.mixture_of_experts import Router
-from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.shape import Shape
-from kftrain.tasks import build_task
-from kftrain.train import session
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +27,6 @@ task: {kind: language_modeling, sequence_length: 128, tokenizer: bytes}
 model: {kind: mixture_of_experts, dim: 128, num_layers: 2, num_heads: 2, num_experts: 8, expert_dim: 64}
 train: {global_batch_size: 8}
 """
-WARM_STEPS, COUNTED_STEPS, TOLERANCE = 2, 4, 0.02
 
 
 @dataclass(frozen=True)
@@ -77,13 +71,6 @@ def data():
 
 
 def measure(world, row):
-    resolved = config.parse(TEXT, row.overrides)
-    mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
-    loader = new_loader(resolved, task, mesh, data())
-    engine, _ = session.build(resolved, task, loader, mesh)
-    batches = list(loader.steps(0, WARM_STEPS + COUNTED_STEPS))
-    for batch in batches[:WARM_STEPS]:
-        engine.step(batch, 64, world.sum)
     chosen = []
 
     def note(router, rows, choose=Router.forward):
@@ -91,16 +78,13 @@ def measure(world, row):
         chosen.append(answer[0])
         return answer
 
-    before = counted(world)
-    with patched(Router, "forward", note):
-        for batch in batches[WARM_STEPS:]:
-            engine.step(batch, 64, world.sum)
-    sent = counted(world) - before
-    own = mesh.shape.coordinates(world.rank)["expert"]
+    watch = functools.partial(patched, Router, "forward", note)
+    sent, resolved, engine, task = count_step_bytes(world, TEXT, row.overrides, data(), watch)
+    own = engine.mesh.shape.coordinates(world.rank)["expert"]
     share = EXPERTS // row.expert
     num_rows = sum(int((choices // share != own).sum()) for choices in chosen)
     (num_rows,) = world.sum([num_rows / world.size])
-    return sent / COUNTED_STEPS / world.size, formula(row, resolved, task, num_rows / COUNTED_STEPS)
+    return sent, formula(row, resolved, task, num_rows / COUNTED_STEPS)
 
 
 def formula(row, resolved, task, num_rows):
@@ -122,33 +106,9 @@ def formula(row, resolved, task, num_rows):
     return sharded + times * num_rows * DIM * row.width
 
 
-def counted(world):
-    world.barrier()
-    found = private_network.sent_bytes()
-    world.barrier()
-    return found
-
-
-def sent_in_a_step(world, rows):
-    return [measure(world, row) for row in rows]
-
-
-def on_all(rows):
-    return ranks.on(rows[0].processes, sent_in_a_step, rows, seconds=900)[0]
-
-
 @pytest.fixture(scope="module")
 def measured():
-    problem = private_network.problem()
-    if problem:
-        pytest.skip(f"needs a network of its own: {problem}")
-    found = {}
-    for size in sorted({row.processes for row in TABLE}):
-        rows = [row for row in TABLE if row.processes == size]
-        answers = private_network.run(on_all, rows)
-        assert isinstance(answers, list), answers
-        found.update(zip(rows, answers, strict=True))
-    return found
+    return measure_table(TABLE, measure)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from helpers import ranks
-from helpers.fakes import private_network
-from helpers.parity.rank import new_loader
-
-from kftrain import config
-from kftrain.parallel.mesh import Mesh
-from kftrain.tasks import build_task
-from kftrain.train import session
+from helpers.wire_counts import TOLERANCE, count_step_bytes, measure_table
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +19,6 @@ model: {kind: transformer, dim: 256, num_layers: 6, num_heads: 2}
 train: {global_batch_size: 8, micro_batch_size: 2}
 """
 PLACES, DIM, NUM_MICRO, VOCABULARY = 2 * 128, 256, 4, 320
-WARM_STEPS, COUNTED_STEPS = 2, 4
-TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -65,49 +56,14 @@ TABLE = [
 ]
 
 
-def sent_in_a_step(world, rows):
-    return [measure(world, row) for row in rows]
-
-
 def measure(world, row):
-    resolved = config.parse(TEXT, row.overrides)
-    mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
     tokens = np.random.default_rng(0).integers(0, 256, size=(64, 129)).astype(np.uint16)
-    loader = new_loader(resolved, task, mesh, {"tokens": tokens})
-    engine, _ = session.build(resolved, task, loader, mesh)
-    batches = list(loader.steps(0, WARM_STEPS + COUNTED_STEPS))
-    for batch in batches[:WARM_STEPS]:
-        engine.step(batch, 64, world.sum)
-    before = counted(world)
-    for batch in batches[WARM_STEPS:]:
-        engine.step(batch, 64, world.sum)
-    return (counted(world) - before) / COUNTED_STEPS / world.size
-
-
-def counted(world):
-    """What all have sent, at a moment when all are here."""
-    world.barrier()
-    found = private_network.sent_bytes()
-    world.barrier()
-    return found
-
-
-def on_all(rows):
-    return ranks.on(rows[0].processes, sent_in_a_step, rows, seconds=900)[0]
+    return count_step_bytes(world, TEXT, row.overrides, {"tokens": tokens})[0]
 
 
 @pytest.fixture(scope="module")
 def measured():
-    problem = private_network.problem()
-    if problem:
-        pytest.skip(f"needs a network of its own: {problem}")
-    found = {}
-    for size in sorted({row.processes for row in TABLE}):
-        rows = [row for row in TABLE if row.processes == size]
-        answers = private_network.run(on_all, rows)
-        assert isinstance(answers, list), answers
-        found.update(zip(rows, answers, strict=True))
-    return found
+    return measure_table(TABLE, measure)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.processes} {row.schedule} {' '.join(row.more)}")

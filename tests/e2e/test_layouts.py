@@ -1,4 +1,4 @@
-"""A run that changes its layout between two attempts: its checkpoints belong to no layout."""
+"""Layouts over pods: runs that change theirs between two attempts, and axes that leave a pod."""
 
 import math
 
@@ -7,6 +7,7 @@ from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
 from helpers.jobs import losses
 
+from kftrain.core import storage
 from kftrain.run import documents
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
@@ -16,6 +17,16 @@ pytestmark = pytest.mark.timeout(1200, func_only=True)
 EXACT = {"precision.compute": "fp32", "train.steps": 100}
 TWO_BY_TWO = {"launch.nodes": 2, "launch.processes_per_node": 2, "parallel.strategy": "fsdp", "parallel.tensor": 2}
 ONE_BY_FOUR = {"launch.nodes": 1, "launch.processes_per_node": 4, "parallel.strategy": "fsdp"}
+TWO_BY_ONE = {"launch.nodes": 2, "launch.processes_per_node": 1}
+
+STAGES = {"parallel.pipeline": 2, "train.micro_batch_size": 2}
+MIXTURE = {
+    "model.kind": "mixture_of_experts",
+    "model.num_experts": 4,
+    "model.experts_per_token": 2,
+    "model.expert_dim": 32,
+}
+EXPERTS = {"parallel.expert": 2}
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +59,22 @@ def test_a_killed_tensor_parallel_run_goes_on_as_fsdp_on_one_node(settings, name
     assert ours.keys() == one_process.keys()
     for step, loss in one_process.items():
         assert math.isclose(ours[step], loss, rel_tol=1e-4), (step, ours[step], loss)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [({"model.tie_embeddings": "true"}, STAGES), (MIXTURE, EXPERTS)], ids=["pipeline", "expert"]
+)
+def test_an_axis_over_two_pods_comes_to_the_losses_of_one_process(settings, tmp_path, model, layout):
+    """What stages send, and the rows of experts, travel between pods; so does an evaluation within the training."""
+    same = {**EXACT, **model, "train.steps": 20, "evaluate.interval_steps": 10}
+    curves = []
+    for place, others in (("here", {"launch.processes_per_node": 1}), ("pods", {**settings, **TWO_BY_ONE, **layout})):
+        folder = tmp_path / place
+        folder.mkdir()
+        run_uri = kftrain("shard", *options({**same, **others}), folder=folder)["run_uri"]
+        with running("train", run_uri, folder=folder) as training:
+            training.finish()
+        points = storage.read_json(RunPaths(run_uri).history)
+        curves.append([point["validation/bits_per_byte"] for point in points if "validation/bits_per_byte" in point])
+        curves[-1] += losses(RunPaths(run_uri)).values()
+    assert len(curves[0]) == 22 and curves[1] == pytest.approx(curves[0], rel=1e-4)

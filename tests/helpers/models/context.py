@@ -31,6 +31,8 @@ class Own(nn.Module):
 
     def context_plan(self):
         plan = {"embed": "cut", "places": "cut/0", "attend": "attention"}
+        if self.flaw == "a list":
+            return list(plan)
         if self.flaw == "positions of a part":
             del plan["places"]
         return {

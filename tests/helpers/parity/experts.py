@@ -198,11 +198,26 @@ def crowded():
     return Mixture(capacity=0.75)
 
 
-def same_mixture():
+def same_mixture(**options):
     """kftrain's own: in bf16 every rounding counts."""
-    return MixtureOfExperts(
-        vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, expert_dim=8, num_experts=4
-    )
+    sizes = {"dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "expert_dim": 8, "num_experts": 4}
+    return MixtureOfExperts(vocab_size=VOCABULARY, **sizes, **options)
+
+
+def same_balanced_mixture():
+    return same_mixture(balance_loss=0.1)
+
+
+def same_balanced_loss(network, rows):
+    """With the model's own term for each row."""
+    found = []
+
+    def keep(tokens):
+        found.append(network(tokens))
+        return found[0].output
+
+    loss = text_loss(keep, rows)
+    return loss + (found[0].auxiliary * torch.from_numpy((rows["tokens"][:, 1:] != PADDING).sum(1))).sum()
 
 
 class StackedMuon(optimizers.Muon):
@@ -258,10 +273,27 @@ ADAFACTOR = case("experts, adafactor", Mixture, *optimizers.ADAFACTOR.overrides,
 SIX = case("six experts", six, "model.num_experts=6", seed=4)
 SIX_MUON = case("six experts, muon", six, "model.num_experts=6", *optimizers.MUON.overrides, seed=9, optimizer=Three)
 BF16 = case("experts, bf16", same_mixture, "precision.compute=bf16", seed=4, bf16=True)
+BALANCED_BF16 = case(
+    "auxiliary loss, bf16",
+    same_balanced_mixture,
+    *BF16.overrides[:1],
+    "model.balance_loss=0.1",
+    seed=4,
+    bf16=True,
+    loss=same_balanced_loss,
+)
+NUMBERED = case("numbered", Mixture, "model.kind=helpers.parity.experts:Numbered")
 BIASED = case("biases, groups, shared experts", dots1, *DOTS1_OPTIONS)
 BALANCED = case("auxiliary loss", Mixture, "model.balance_loss=0.1", seed=5, loss=balanced_loss)
 CROWDED = case("capacity", crowded, "model.capacity_factor=0.75")
 FIVE = case("batches of five", Mixture, "train.global_batch_size=5", batch=5)
+
+
+class Numbered(MixtureOfExperts):
+    """It names its modules by numbers."""
+
+    def expert_plan(self):
+        return [0]
 
 
 # -- what the model counts ---------------------------------------------------------------------------------------------

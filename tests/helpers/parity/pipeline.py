@@ -155,6 +155,29 @@ class OtherPieces(Staged):
         return 1.5 * super().forward(x)
 
 
+class NoPieces(Staged):
+    """Its parts are modules, and no pieces."""
+
+    def stages(self):
+        return [self.enter, *self.layers, self.leave]
+
+
+class NamedParts(Staged):
+    """It names modules instead of giving them."""
+
+    def stages(self):
+        return [replace(piece, modules=["enter"]) for piece in super().stages()]
+
+
+class Untensored(Staged):
+    """Between its pieces travels a dictionary."""
+
+    def stages(self):
+        first, *rest = super().stages()
+        wrapped = ModelPiece(lambda value, inputs: {"hidden": first.call(value, inputs)}, first.modules)
+        return [wrapped, *(ModelPiece(lambda v, i, p=p: p.call(v["hidden"], i), p.modules) for p in rest)]
+
+
 class Counting(Staged):
     """A buffer changes in each forward, alike on all processes."""
 
@@ -261,6 +284,7 @@ class TiedBlockEnds(Staged):
 STAGED, PAIRS, TIED_ENDS = map(case_of, (Staged, Pairs, TiedBlockEnds))
 FROZEN_START, FROZEN_END, NORMED = map(case_of, (FrozenStart, FrozenEnd, NormedStages))
 LEAVES_OUT, OTHER_PIECES, COUNTING, STEPPING = map(case_of, (LeavesOut, OtherPieces, Counting, Stepping))
+NO_PIECES, NAMED_PARTS, UNTENSORED = map(case_of, (NoPieces, NamedParts, Untensored))
 TALLYING, IN_FORWARD, OF_INPUTS, LARGEST = map(case_of, (Tallying, TalliesInForward, TalliesOfInputs, LargestTallies))
 DROPPED = replace(case_of(Dropped), network=BareDropped)
 EIGHT = oracle.Case("batches of eight", ("train.global_batch_size=8",), batch=8)
@@ -281,6 +305,15 @@ def wrong_micro_batch():
             return before(module, *received)
         finally:
             module.number = number
+
+    return patched(stage_modules.StageModule, "forward", forward)
+
+
+def received_in_bf16():
+    """Stages round what they are sent, an auxiliary loss with it."""
+
+    def forward(module, *received, before=stage_modules.StageModule.forward):
+        return before(module, *(tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in received))
 
     return patched(stage_modules.StageModule, "forward", forward)
 

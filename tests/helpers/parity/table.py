@@ -1,6 +1,7 @@
 """The table of parity: a row is a case in a layout, and how near it comes to the bare loop."""
 
 import functools
+import re
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +26,8 @@ class Row:
     """Absolute, of each of the last weights; learning rates of 0.02 have moved them by 0.2."""
     parts: tuple[tuple[int, ...], ...] | None = None
     """Places in a batch that the bare loop computes at a time, where that matters; None: all at once."""
+    parts_of_stacks: tuple[tuple[int, ...], ...] | None = None
+    """The same for the gradients of experts, whose rows come from several processes; None: those of `parts`."""
     compared_steps: int = parity_oracle.STEPS
     """In bf16 an error of 1e-8 in a weight flips a rounding sooner or later, and the curves part; what of the last
     weights then still is equal, `weight_tolerance` says."""
@@ -66,6 +69,26 @@ FIRST_WEIGHTS = {}
 """Of each case, those of the row that came first."""
 
 
+def check_row(pools, row):
+    """Trains a row, which must come to the curve of the bare loop."""
+    check(row, pools.run(row.processes, parity_rank.train, row.job))
+
+
+def check_refusal(pools, row):
+    """Asks all processes for a row, which each of them must refuse in one line."""
+    for answer in pools.run(row.processes, parity_rank.train, row.job):
+        assert answer.kind == "refused", answer
+        assert re.search(row.message, answer.value) and "\n" not in answer.value
+
+
+def check_defect(pools, row, defect):
+    """Trains a row with an engine that is broken on purpose: it must come to its end, and fail by its numbers."""
+    answers = pools.run(row.processes, parity_rank.train, replace(row.job, defect=defect))
+    assert [answer.kind for answer in answers] == ["done"] * row.processes, answers
+    with pytest.raises(AssertionError, match=r"Not equal to tolerance|changes the first weights"):
+        check(row, answers)
+
+
 def check(row, answers):
     """Raises AssertionError where the processes' answers are not what the bare loop of the row gives."""
     for rank, answer in enumerate(answers):
@@ -73,7 +96,7 @@ def check(row, answers):
     trained = answers[0].value
     first = Weights(trained.first_weights)
     assert FIRST_WEIGHTS.setdefault(row.case, first) == first, f"{row.name}: the layout changes the first weights"
-    compare(row, trained, curve_of(row.case, row.parts, first))
+    compare(row, trained, curve_of(row.case, row.parts, row.parts_of_stacks, first))
 
 
 def compare(row, trained, curve):
@@ -107,5 +130,5 @@ class Weights(dict):
 
 
 @functools.cache
-def curve_of(case, parts, weights):
-    return parity_oracle.run(case, weights, parts)
+def curve_of(case, parts, parts_of_stacks, weights):
+    return parity_oracle.run(case, weights, parts, parts_of_stacks)

@@ -55,6 +55,29 @@ SPLIT = {
 }
 """What the processes that split the matrices do not divide."""
 
+EXPERTS = "model: {kind: mixture_of_experts, dim: 64, num_heads: 4, num_experts: 6}"
+AXES = {
+    "experts": (TEXT + EXPERTS, "expert: 4", "model num_experts: has no 4 equal parts, as parallel.expert asks for"),
+    "no experts": (TEXT, "expert: 4", "parallel.expert: the model has no experts (got 4); use model.kind: mixture_of"),
+    "tensor of experts": (TEXT + EXPERTS, "tensor: 4", "parallel.tensor: no plan splits the matrices of experts"),
+    "stages": (TEXT + "model: {num_layers: 1}", "pipeline: 4", "parallel.pipeline: the model has 3 pieces, too few"),
+    "two stages each": (TEXT, "pipeline: 4, schedule: zbv", "parallel.pipeline: the model has 6 pieces, too few for 8"),
+    "stages of experts": (
+        TEXT + EXPERTS[:-1] + ", num_layers: 1}",
+        "pipeline: 4",
+        "parallel.pipeline: the model has 3",
+    ),
+    "stages of images": (IMAGES + f"model: {{{VISION} num_layers: 1}}", "pipeline: 4", "parallel.pipeline: the model"),
+    "sequences": (
+        "task: {kind: language_modeling, sequence_length: 36}",
+        "context: 4",
+        "model sequence_length: cannot",
+    ),
+    "sequences of experts": (TEXT.replace("32", "36") + EXPERTS, "context: 4", "model sequence_length: cannot be cut"),
+    "sequences of images": (IMAGES + f"model: {{{VISION}}}", "context: 4", "parallel.context: the batches of the task"),
+}
+"""What four processes along an axis cannot share; the rows of refusals in the tables of parity say that of workers."""
+
 
 @pytest.fixture
 def no_data(monkeypatch):
@@ -95,6 +118,34 @@ def test_sizes_that_cannot_be_split_are_refused_before_any_job_as_in_the_worker(
     with pytest.raises(ConfigError) as again:
         read_plan(build_model(resolved.model, build_task(resolved.task).model_arguments()), 2, True)
     assert again.value.line == caught.value.line and caught.value.exit_code == 10
+
+
+ON_FOUR = "launch: {processes_per_node: 4}\ntrain: {global_batch_size: 8, micro_batch_size: 1}"
+
+
+@pytest.mark.parametrize("case", AXES)
+def test_an_axis_that_does_not_fit_is_refused_before_data_is_read(tmp_path, no_data, case):
+    text, axes, line = AXES[case]
+    resolved = config.parse(f"{text}\nparallel: {{{axes}}}\n{ON_FOUR}", [f"run.storage_root={tmp_path}"])
+    with pytest.raises(ConfigError) as caught:
+        shard(resolved, "r-1", progress=lambda line: None)
+    assert caught.value.line.startswith(line) and "\n" not in caught.value.line and caught.value.exit_code == 10
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [
+        (EXPERTS.replace("6}", "8}"), "expert: 4"),
+        (EXPERTS, "pipeline: 2, expert: 2"),
+        ("model: {num_layers: 2}", "pipeline: 4"),
+        ("model: {num_layers: 6}", "pipeline: 4, schedule: interleaved"),
+        ("model: {kind: 'no_such_module:Model'}", "pipeline: 2, expert: 2"),
+        ("", "context: 4"),
+    ],
+)
+def test_axes_that_fit_or_a_model_that_is_not_known_pass(model, axes):
+    resolved = config.parse(f"{TEXT}{model}\nparallel: {{{axes}}}\n{ON_FOUR}")
+    assert "train" in dry_run.describe_jobs_of_new_run(resolved)
 
 
 @pytest.mark.parametrize("kind", ["transformer", "no_such_module:Model"])
