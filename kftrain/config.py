@@ -64,11 +64,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Config:
-        if self.train.micro_batch_size > self.train.global_batch_size:
+        if self.train.most_micro_rows > self.train.global_batch_size:
             raise ValueError(
-                f"train.micro_batch_size ({self.train.micro_batch_size}) exceeds "
+                f"train.micro_batch_size ({self.train.most_micro_rows}) exceeds "
                 f"train.global_batch_size ({self.train.global_batch_size})"
             )
+        if self.train.batch_warmup and self.parallel.pipeline > 1:
+            raise ValueError("train.batch_warmup must be empty with parallel.pipeline: a schedule has equal steps")
         if self.checkpoint.keep_best and not self.evaluate.interval_steps:
             raise ValueError("checkpoint.keep_best needs periodic evaluations: evaluate.interval_steps must not be 0")
         if self.train.stop_after_no_improvement and not self.checkpoint.keep_best:

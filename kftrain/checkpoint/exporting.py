@@ -34,6 +34,9 @@ INDEX = "model.safetensors.index.json"
 MODEL_PREFIX = "model."
 """Keys of the model in a checkpoint's state."""
 
+AVERAGES_PREFIX = "averages.weights."
+"""Keys of the averages of its weights, where the training has some: these are exported in their place."""
+
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,80}")
 
 Files = dict[str, FileEntry]
@@ -138,14 +141,16 @@ def _write_tensors(checkpoint_uri: str, checkpoint_files: Mapping[str, FileEntry
     """Copy the model's tensors into files of the format safetensors, one chunk in memory at a time."""
     from kftrain.checkpoint.chunks import StoredChunks
 
-    chunks = StoredChunks(checkpoint_uri, checkpoint_files, MODEL_PREFIX)
-    sizes = {name: form.num_bytes for name, form in chunks.forms.items()}
+    model = StoredChunks(checkpoint_uri, checkpoint_files, MODEL_PREFIX)
+    averages = StoredChunks(checkpoint_uri, checkpoint_files, AVERAGES_PREFIX)
+    chunks_of = {name: averages if name in averages.forms else model for name in model.forms}
+    sizes = {name: chunks.forms[name].num_bytes for name, chunks in chunks_of.items()}
     groups = group_by_size(sizes, MAX_FILE_BYTES)
     files: Files = {}
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        files[name] = _write_file(chunks, names, storage.join(folder, name))
+        files[name] = _write_file(chunks_of, names, storage.join(folder, name))
         weight_map.update(dict.fromkeys(names, name))
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -153,15 +158,15 @@ def _write_tensors(checkpoint_uri: str, checkpoint_files: Mapping[str, FileEntry
     return files
 
 
-def _write_file(chunks: Any, names: list[str], uri: str) -> FileEntry:
+def _write_file(chunks_of: Mapping[str, Any], names: list[str], uri: str) -> FileEntry:
     from kftrain.checkpoint.files import HashingStream
     from kftrain.checkpoint.tensor_files import contents_of, encode_header, sort_names
 
-    forms = {name: chunks.forms[name] for name in names}
+    forms = {name: chunks_of[name].forms[name] for name in names}
     with storage.simplify_errors(uri, "the export could not be written"), storage.open_write(uri) as stream:
         hashing = HashingStream(stream)
         hashing.write(encode_header(forms))
         for name in sort_names(forms):  # the order that the header has promised
-            for rows in chunks.rows(name):
+            for rows in chunks_of[name].rows(name):
                 hashing.write(contents_of(rows))
     return hashing.entry

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import random
 import re
 import threading
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from http import HTTPStatus
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -38,6 +38,8 @@ SAID_AFTER_SECONDS = 2.0
 """Seconds below which an outage is not worth a line."""
 
 FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.5, 15.0
+
+_RANDOM = Random()  # not Python's own: threads that wait would change what the user's code draws from it
 
 T = TypeVar("T")
 
@@ -173,7 +175,7 @@ def iterate_pauses() -> Iterator[float]:
     """Yield the seconds to wait before each further try: ever more, and by chance, so that not all come at once."""
     pause = FIRST_DELAY_SECONDS
     while True:
-        yield pause * random.uniform(0.5, 1.0)
+        yield pause * _RANDOM.uniform(0.5, 1.0)
         pause = min(2 * pause, MAX_DELAY_SECONDS)
 
 

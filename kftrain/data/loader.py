@@ -2,7 +2,7 @@
 
 This process's threads, or processes of their own, read and decode. A thread makes micro batches of
 what they have fetched, step after step. The loader has no state: step s is always samples s * B … (s + 1) * B - 1 of
-the order, so resuming is asking for another first step.
+the order (batches may grow: `batch_sizes`), so resuming is asking for another first step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kftrain.core.progress import to_log
+from kftrain.data.batch_sizes import BatchSizes
 from kftrain.data.counters import Counters
 from kftrain.data.decoding import BadSample, Decoding, Filled, Samples
 from kftrain.data.order import BatchPlan, Order
@@ -101,6 +102,20 @@ class _Read:
     """None until they are among the next ones."""
 
 
+class _Share:
+    """Part of one rank in batches of one size."""
+
+    def __init__(self, plan: BatchPlan, rank: int) -> None:
+        self.offsets = plan.offsets(rank)
+        self.weights = plan.weights(rank)
+        self.micro_batch_rows = plan.micro_batch_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of a step."""
+        return int(self.offsets.size)
+
+
 class _ReadAhead:
     """Reads of steps before they are asked for: a thread makes the next ones ready, and one waits for the others."""
 
@@ -177,6 +192,7 @@ class TrainLoader:
         send: Send | None = None,
         limits: Limits | None = None,
         ahead: AheadPlan | None = None,
+        sizes: BatchSizes | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -184,6 +200,7 @@ class TrainLoader:
         `count_terms`, `send`: called in the background; by default a sample is one term, and nothing is sent.
         `decoding`: of rows that are not used as they are stored. `command`: starts the workers that are processes.
         `ahead`: fetches what steps read from an object store before they do; None where it is on this machine.
+        `sizes`: of the batches, where they grow to that of `plan`. Raises ConfigError where the ranks cannot share one.
 
         Raises DataError where there are more processes than samples.
         """
@@ -195,15 +212,14 @@ class TrainLoader:
             )
         self._samples = samples
         self._order = order
-        self._plan = plan
         self._count_terms = count_terms
         self._decoding = decoding
         self._command = command
         self._send = send
         self._plan_ahead = ahead
         self._read_ahead: ReadAhead | None = None
-        self._offsets = plan.offsets(rank)
-        self._weights = plan.weights(rank)
+        self._sizes = sizes or BatchSizes(plan.global_batch_size)
+        self._shares = {size: _Share(plan.resize(size), rank) for size in self._sizes.sizes}
         self._fetchers: list[Fetcher] = []
         """The last one is asked; those before it finish what they were asked for."""
         self.counters = Counters()
@@ -289,41 +305,54 @@ class TrainLoader:
 
     def _find_positions(self, steps: range) -> np.ndarray:
         """Return the positions of this rank's samples in the training order, int64 `[steps * rows]`."""
-        firsts = np.arange(steps.start, steps.stop, dtype=np.int64) * self._plan.global_batch_size
-        positions: np.ndarray = (firsts[:, None, None] + self._offsets).ravel()
-        return positions
+        positions = []
+        for run in self._sizes.cut(steps):
+            firsts = run.first_sample + np.arange(len(run.steps), dtype=np.int64) * run.size
+            positions.append((firsts[:, None, None] + self._shares[run.size].offsets).ravel())
+        return np.concatenate(positions)
+
+    @property
+    def _max_rows(self) -> int:
+        return max(share.num_rows for share in self._shares.values())
 
     def _make_fetcher(self) -> Fetcher:
         samples, locate, tuning, command = self._samples, self._order.locate, self.tuning, self._command
         if self._decoding is None or tuning.kind == "threads" or command is None:
             max_threads = self._limits.most.workers + self._limits.most.requests
             return Threads(samples, locate, self._decoding, tuning, max_threads)
-        return DecodingProcesses(samples, locate, self._decoding, tuning, self._offsets.size, command)
+        return DecodingProcesses(samples, locate, self._decoding, tuning, self._max_rows, command)
 
     def _make(self, read: _Read) -> Made:
         arrays, filled = (read.fetched or read.pending).result()
         if self._read_ahead is not None:
             self._read_ahead.note_read(read.steps.stop)
-        rows = self._offsets.size
-        batches = [self._make_one(step, arrays, filled.bad, rows * number) for number, step in enumerate(read.steps)]
+        batches: list[StepBatch] = []
+        first_row = 0
+        for step in read.steps:
+            share = self._shares[self._sizes.find_size(step)]
+            batches.append(self._make_one(step, share, arrays, filled.bad, first_row))
+            first_row += share.num_rows
         return batches, filled.counters
 
-    def _make_one(self, step: int, arrays: Arrays, all_bad: Mapping[int, BadSample], first_row: int) -> StepBatch:
+    def _make_one(
+        self, step: int, share: _Share, arrays: Arrays, all_bad: Mapping[int, BadSample], first_row: int
+    ) -> StepBatch:
         """Make the batch of a step whose rows begin at `first_row`."""
-        bad = {row - first_row: all_bad[row] for row in all_bad if 0 <= row - first_row < self._offsets.size}
+        bad = {row - first_row: all_bad[row] for row in all_bad if 0 <= row - first_row < share.num_rows}
         micro_batches, num_terms = [], 0.0
-        for number, weight in enumerate(self._weights_of(bad)):
-            start = first_row + number * self._plan.micro_batch_rows
+        for number, weight in enumerate(_weigh_rows(share, bad)):
+            start = first_row + number * share.micro_batch_rows
             rows = {name: array[start : start + len(weight)] for name, array in arrays.items()}
             micro = MicroBatch(rows, weight)
             terms = self._count_terms(micro)
             num_terms += float(terms.sum())
             micro_batches.append(micro if self._send is None else replace(micro, sent=self._send(micro, terms)))
         bad_samples = list({sample.number: sample for sample in bad.values()}.values())
-        return StepBatch(step * self._plan.global_batch_size, micro_batches, int(num_terms), bad_samples)
+        return StepBatch(self._sizes.count_samples(step), micro_batches, int(num_terms), bad_samples)
 
-    def _weights_of(self, bad: Mapping[int, BadSample]) -> np.ndarray:
-        weights: np.ndarray = self._weights.copy()
-        if bad:
-            weights.reshape(-1)[list(bad)] = 0
-        return weights
+
+def _weigh_rows(share: _Share, bad: Mapping[int, BadSample]) -> np.ndarray:
+    weights: np.ndarray = share.weights.copy()
+    if bad:
+        weights.reshape(-1)[list(bad)] = 0
+    return weights

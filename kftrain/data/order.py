@@ -179,10 +179,15 @@ class BatchPlan:
                 fix=f"set it to at least {num_ranks}, or use fewer processes",
             )
         self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
         self.num_ranks = num_ranks
         largest_share = -(-global_batch_size // num_ranks)
         self.num_micro_batches = -(-largest_share // (micro_batch_size or largest_share))
         self.micro_batch_rows = -(-largest_share // self.num_micro_batches)
+
+    def resize(self, global_batch_size: int) -> BatchPlan:
+        """Cut a batch of another size over the same ranks. Raises ConfigError."""
+        return BatchPlan(global_batch_size, self.num_ranks, self.micro_batch_size)
 
     def share(self, rank: int) -> tuple[int, int]:
         """Return start and stop of the rank's samples in the global batch; the first ranks take the rest."""

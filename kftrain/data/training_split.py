@@ -57,7 +57,7 @@ def open_training_split(
 def phases_of(config: Config) -> list[Phase]:
     """Return the weights of a mixture from position to position."""
     first_steps = [0, *(phase.first_step for phase in config.data.mixture_phases)]
-    positions = [step * config.train.global_batch_size for step in first_steps]
+    positions = [config.train.batch_sizes.count_samples(step) for step in first_steps]
     return [Phase(*phase) for phase in zip(positions, config.data.mixture_weights(), strict=True)]
 
 

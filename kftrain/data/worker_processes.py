@@ -90,8 +90,9 @@ class DecodingProcesses:
         Nothing is cancelled: who has been asked writes to the slot until that is done.
         """
         slot, arrays = self._slots.take()
-        arrays.pop(NUMBERS)[:] = self._locate(positions)
-        arrays.pop(POSITIONS)[:] = positions
+        num_rows = len(positions)  # fewer than the slot holds, where batches still grow
+        arrays.pop(NUMBERS)[:num_rows] = self._locate(positions)
+        arrays.pop(POSITIONS)[:num_rows] = positions
         parts = []
         for rows in cut_rows(len(positions), self._num_pieces):
             worker = self._workers[self._num_asked % len(self._workers)]

@@ -85,7 +85,7 @@ def _spread_model(empty: EmptyExport, parallel: ParallelConfig, world: World) ->
     if not names and parallel.tensor == 1:
         raise ConfigError("it names no blocks", where="model.blocks", fix="give it a method blocks()")
     slots = ModelSlots(empty.model)
-    strategy = list_transforms(parallel, PrecisionConfig(), False, mesh.shape, forward_only=True)
+    strategy = list_transforms(parallel, PrecisionConfig(), [], mesh.shape, forward_only=True)
     model = distribute(empty.model, strategy, mesh, names).model
     export.fill(empty, model, slots, world, on_host=parallel.offload)
     return SpreadModel(model, mesh, True)

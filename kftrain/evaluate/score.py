@@ -12,6 +12,7 @@ until the last batch, and then goes to the first process alone, as one array.
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from kftrain.data.expanded import ValidationRows
 from kftrain.data.schema import CLUSTER, Arrays
 from kftrain.errors import EvaluationError, UserCodeError
 from kftrain.models.modes import evaluating
-from kftrain.models.output import output_of
+from kftrain.models.output import without_auxiliary
+from kftrain.parallel.chunked_logits import compute_within
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World
 from kftrain.statistics import bootstrap
@@ -103,8 +105,8 @@ class _Batch:
 class Relay(Protocol):
     """The way of a batch through a model of which each process has some stages."""
 
-    def compute(self, *inputs: Any) -> Any:
-        """Compute the model's output, which the process of the last stage is given; None on the others. Collective."""
+    def compute(self, finish: Callable[[Any], Any], *inputs: Any) -> Any:
+        """Compute `finish` of the model's output on the process of the last stage; None on the others. Collective."""
 
     def share(self, measured: list[Tensors]) -> list[Tensors]:
         """Return on all processes what that one has measured. Collective."""
@@ -136,14 +138,17 @@ def score(
         for batch in _read_ahead(task, dataset, batches, mesh.data_rank):
             tallies = counted if with_tallies and batch.counts and mesh.counts_loss else None
             prepared, inputs = prepare_batch(task, batch.arrays, mesh.world.device)
-            with user_code("model.forward"):
-                output = output_of(model if relay is None else relay.compute, inputs)
-            if output is None and relay is not None:
-                on_batch()
-                continue
             if mesh.sequence_cut.size > 1:  # statistics are of the places that the model has computed here
                 prepared = mesh.sequence_cut.cut_batch(prepared, task.sequence_dims)
-            values = _compute_statistics(output, task, prepared, batch.num_rows, tallies)
+            finish = functools.partial(
+                _compute_statistics, task=task, batch=prepared, num_rows=batch.num_rows, tallies=tallies
+            )
+            with user_code("model.forward"):
+                computed = relay.compute(finish, *inputs) if relay else compute_within(model, inputs, finish)
+            if computed is None:
+                on_batch()
+                continue
+            values: Tensors = computed
             if batch.clusters is not None:
                 values[CLUSTER] = batch.clusters.view(torch.float64)  # its bits: it travels with the others
             if measured and values.keys() != measured[0].keys():
@@ -189,16 +194,19 @@ def total_metrics(metrics_of_sums: MetricsOfSums, statistics: Statistics) -> dic
 def statistics_of(model: nn.Module, task: TrainingTask, arrays: Arrays, device: torch.device) -> Statistics:
     """Compute the statistics of some rows, `[rows]` float64 each. Raises UserCodeError for other shapes."""
     batch, inputs = prepare_batch(task, arrays, device)
+    num_rows = len(next(iter(arrays.values())))
     with user_code("model.forward"):
-        output = output_of(model, inputs)
-    values = _compute_statistics(output, task, batch, len(next(iter(arrays.values()))))
+        values: Tensors = compute_within(
+            model, inputs, lambda returned: _compute_statistics(returned, task, batch, num_rows)
+        )
     return {name: value.cpu().numpy() for name, value in values.items()}
 
 
 def _compute_statistics(
-    output: Any, task: TrainingTask, batch: Batch, num_rows: int, tallies: Tensors | None = None
+    returned: Any, task: TrainingTask, batch: Batch, num_rows: int, tallies: Tensors | None = None
 ) -> Tensors:
     """Compute the statistics of some rows on the device, without waiting for it; add the task's counts to `tallies`."""
+    output = without_auxiliary(returned)
     with user_code("task.statistics"):
         statistics = {name: value.double() for name, value in task.statistics(output, batch).items()}
     if tallies is not None:

@@ -54,6 +54,13 @@ class Model(Protocol):
         """
         ...
 
+    def output_layer(self) -> torch.nn.Module:
+        """Return the linear layer, or tied embedding, whose output the model returns as it is, its logits.
+
+        It is asked for `train.loss_chunk_tokens`, with which the layer's input reaches the task instead.
+        """
+        ...
+
     def stages(self) -> list[ModelPiece]:
         """Return the pieces of the forward pass in order: computed one after the other they are the model's forward.
 

@@ -47,5 +47,9 @@ def split_output(returned: Any, num_rows: int) -> ModelOutput:
 
 def output_of(model: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Run a model and return its output without auxiliary terms."""
-    returned = model(*arguments)
+    return without_auxiliary(model(*arguments))
+
+
+def without_auxiliary(returned: Any) -> Any:
+    """Return the output in what a forward pass returned."""
     return returned.output if isinstance(returned, ModelOutput) else returned

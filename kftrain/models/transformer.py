@@ -105,11 +105,15 @@ class Transformer(nn.Module):
 
     def stages(self) -> list[ModelPiece]:
         """Return the pieces of the forward pass: the embedding, each block, the head behind its norm."""
-        head: nn.Module = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        head = self.output_layer()
         blocks = [ModelPiece(functools.partial(self._run_piece, block), (block,)) for block in self.model.layers]
         first = ModelPiece(lambda _, inputs: self.model.embed_tokens(inputs.tokens), (self.model.embed_tokens,))
         last = ModelPiece(lambda hidden, _: head(self.model.norm(hidden)), (self.model.norm, head))
         return [first, *blocks, last]
+
+    def output_layer(self) -> nn.Module:
+        """Return the layer that makes logits of hidden states; the embedding where both are tied."""
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
 
     def stage_inputs(self, tokens: Tensor) -> TransformerInputs:
         """Find the places of `tokens` `[B, T]` in their rows or documents, which all blocks need."""

@@ -28,6 +28,10 @@ class Part:
     """Returns tensors and plain data, as they are now; nothing is copied."""
     load: Callable[[dict[str, Any]], None]
     """Takes what `save` has returned, with the tensors of a checkpoint in place."""
+    is_optional: bool = False
+    """True where a training may go on with a checkpoint that does not have it: it begins anew then."""
+    begin: Callable[[], None] = lambda: None
+    """Begins an optional part beside a checkpoint that does not have it, when the other parts are loaded."""
 
 
 class Agreement(NamedTuple):

@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from kftrain.parallel.initialize import Slot, parameter_like, replace_parameters
 from kftrain.parallel.sharded import local
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {**{name: dtype for dtype, name in NAMES.items()}, "float8": torch.bfloat16}
+"""Configured format -> the one that tensors are kept in; only products of matrices are in float8."""
 
 
 def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, until_fit: bool = False) -> list[Any]:
@@ -92,9 +94,9 @@ class WorkingCopies:
             yield
 
     def hand_over(self) -> None:
-        """Give the masters the gradients of this step, in fp32; a parameter that was not used gets none."""
+        """Give the masters the gradients of this step, in their own format; a parameter that was not used gets none."""
         for number, total in self._sums.items():
-            self._masters[number].grad = _distribute_like(self._masters[number], total.float())
+            self._masters[number].grad = _distribute_like(self._masters[number], total.to(self._masters[number].dtype))
         self._sums.clear()
 
     def _take_gradient(self, number: int, copy: torch.Tensor) -> None:

@@ -165,7 +165,7 @@ def compute_total_norm(
     `group`: the processes that have different parts of the gradients; None where this one has all of them.
     """
     # A process without gradients takes part with 0, for the others wait for it.
-    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=device)]
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32) if gradients else [torch.zeros((), device=device)]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if group is None:
         return norm

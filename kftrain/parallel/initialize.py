@@ -344,6 +344,7 @@ def fill_parts(
         if name not in kept:
             continue
         empty = stored_parameter(slots[0])
+        value = value.to(empty.dtype)
         if isinstance(empty, DTensor):
             # Not by from_local, which would bring an offloaded part back to the mesh's device.
             put_all(slots, parameter_like(empty, _DTensor(value, empty._spec, requires_grad=False)))

@@ -10,10 +10,22 @@ from pydantic import Field, model_validator
 
 from kftrain.core.plain import MAX_INTEGER
 from kftrain.errors import ConfigError
-from kftrain.parallel.shape import AXES, SEQUENCE_LENGTH, Shape, require_chunks, require_equal_sizes
-from kftrain.parallel.stages import ScheduleName, require_micro_batches
+from kftrain.parallel.shape import (
+    AXES,
+    SEQUENCE_LENGTH,
+    Shape,
+    require_chunks,
+    require_equal_parts,
+    require_equal_sizes,
+)
+from kftrain.parallel.stages import ScheduleName, count_stages, require_enough_pieces, require_micro_batches
 from kftrain.parallel.strategies import Exchange, Strategy
-from kftrain.settings.section import ChangesTraining, Count, KeepsTraining, Section
+from kftrain.settings.section import ChangesTraining, Count, Effect, KeepsTraining, Section, Value
+
+ChangesSince03 = Annotated[Value, Effect(changes_training=True, added="0.3")]
+
+CheckpointingMethod = Literal["blocks", "selective", "offload"]
+"""Ways in which a block keeps less of its forward pass: see `activations.py`."""
 
 
 class ParallelConfig(Section):
@@ -112,21 +124,88 @@ class ParallelConfig(Section):
             require_micro_batches(self.schedule, num_micro_batches, self.pipeline)
 
     def require_fitting(self, sizes: Mapping[str, int]) -> None:
-        """Raise ConfigError if `tensor` or `context` does not divide a size of the model: option -> size."""
-        require_equal_sizes(sizes, self.tensor, self.sequence_parallel)
+        """Raise ConfigError if an axis does not fit a built-in model. `sizes`: option -> size; none: not known."""
+        if not sizes:
+            return
+        num_layers, num_experts = (sizes.get(name, 0) for name in ("num_layers", "num_experts"))
+        if num_layers:  # one piece each, and one before and one behind them
+            require_enough_pieces(num_layers + 2, count_stages(self.schedule, self.pipeline))
+        if self.expert > 1 and not num_experts:
+            fix = "use model.kind: mixture_of_experts, or set it to 1"
+            raise ConfigError("the model has no experts", where="parallel.expert", value=self.expert, fix=fix)
+        if self.tensor > 1 and num_experts:
+            what = "no plan splits the matrices of experts"
+            raise ConfigError(what, where="parallel.tensor", value=self.tensor, fix="use parallel.expert")
+        require_equal_parts("num_experts", num_experts, self.expert, axis="expert")
+        require_equal_sizes({n: s for n, s in sizes.items() if n != "num_layers"}, self.tensor, self.sequence_parallel)
         if self.context > 1 and SEQUENCE_LENGTH in sizes:
             self.require_chunks(sizes[SEQUENCE_LENGTH])
+
+    def require_sequences(self, dims: Mapping[str, int]) -> None:
+        """Raise ConfigError if batches have no sequence that `context` could cut. `dims`: a task's `sequence_dims`."""
+        if self.context > 1 and not dims:
+            what = "the batches of the task have no sequence that could be cut"
+            fix = "name one in the task's sequence_dims, or set it to 1"
+            raise ConfigError(what, where="parallel.context", value=self.context, fix=fix)
 
     def require_chunks(self, length: int) -> int:
         """Return what must divide the length of a sequence. Raise ConfigError if it does not."""
         return require_chunks(length, self.context, self.tensor if self.sequence_parallel else 1)
 
 
-class PrecisionConfig(Section):
-    """Number formats of training. The master weights are always fp32."""
+class LossScaleConfig(Section):
+    """Dynamic scale of the loss with `compute: fp16`. It is halved after a step whose gradients are not finite."""
 
-    compute: ChangesTraining[Literal["fp32", "bf16"]] = "fp32"
-    """Format of the forward and backward pass; `bf16` casts the weights and the inputs of the model and of its
-    blocks."""
-    reduce: ChangesTraining[Literal["fp32", "bf16"]] = "fp32"
+    initial: ChangesSince03[Annotated[float, Field(gt=0.0)]] = 65536.0
+    """Scale of the first step."""
+    growth_factor: ChangesSince03[Annotated[float, Field(gt=1.0)]] = 2.0
+    """Factor on the scale after `growth_interval_steps`."""
+    growth_interval_steps: ChangesSince03[Count] = 2000
+    """Steps in a row with finite gradients after which the scale grows."""
+    minimum: ChangesSince03[Annotated[float, Field(gt=0.0)]] = 1.0
+    """Least scale. A step that is skipped at this scale counts for `train.max_nonfinite_steps`; others do not."""
+
+    @model_validator(mode="after")
+    def _begins_above_the_minimum(self) -> LossScaleConfig:
+        if self.initial < self.minimum:
+            raise ValueError(f"initial must be at least minimum, {self.minimum:g}")
+        return self
+
+
+class PrecisionConfig(Section):
+    """Number formats of training."""
+
+    compute: ChangesTraining[Literal["fp32", "bf16", "fp16", "float8"]] = "fp32"
+    """Format of the forward and backward pass; `bf16` and `fp16` cast the weights and the inputs of the model and of
+    its blocks. With `fp16` the loss is scaled. `float8` is `bf16` whose blocks multiply matrices in float8; it needs
+    the extra `float8`."""
+    reduce: ChangesTraining[Literal["fp32", "bf16", "fp16"]] = "fp32"
     """Format in which gradients are summed over micro batches and processes."""
+    master: ChangesSince03[Literal["fp32", "bf16"]] = "fp32"
+    """Format in which weights are kept and updated. `bf16` halves the memory of weights, gradients and moments of
+    `adamw`, and rounds updates by chance, so that small ones count in the mean. It needs `compute: bf16`."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Scale of the loss with `compute: fp16`."""
+    tf32: ChangesSince03[bool] = False
+    """Let GPUs round the factors of fp32 matrix products and convolutions to TF32, which has the digits of fp16."""
+    deterministic: KeepsTraining[bool] = False
+    """Take torch's deterministic kernels only, so that the same GPUs compute the same bits again. An operation that has
+    none is an error. On the CPU results are the same in any case."""
+    cudnn_benchmark: KeepsTraining[bool] = False
+    """Let cuDNN measure which convolution is the fastest. Each attempt may then choose, and round, another way."""
+
+    @model_validator(mode="after")
+    def _refuse_what_contradicts(self) -> PrecisionConfig:
+        if self.reduce == "fp16" and self.compute != "fp16":
+            raise ValueError(
+                f"reduce must not be fp16 with compute {self.compute}, whose loss has no scale: sums would be lost"
+            )
+        if self.reduce == "bf16" and self.compute == "fp16":
+            raise ValueError("reduce must be fp32 or fp16 with compute fp16, of which bf16 would keep fewer digits")
+        if self.master == "bf16" and (self.compute, self.reduce) != ("bf16", "fp32"):
+            raise ValueError("master must be fp32 unless compute is bf16, and reduce fp32")
+        if self.deterministic and self.cudnn_benchmark:
+            raise ValueError("cudnn_benchmark must be false with deterministic: what it measures decides the bits")
+        if self.loss_scale != LossScaleConfig() and self.compute != "fp16":
+            raise ValueError(f"loss_scale is of compute fp16, not of {self.compute}")
+        return self

@@ -66,11 +66,8 @@ def choose_strategy(
         accumulates: True where a step has several micro batches; with one, zero1 never has all gradients at a time.
         half: True for a computation in bf16, so that what is gathered is half as large.
     """
-    sharded = STATE_COPIES * parameter_bytes // num_processes
-    gathered = parameter_bytes // (2 if half else 1)
-    # Both keep all parameters gathered for the length of a step. Over several micro batches zero1 adds up whole
-    # gradients, in fp32; zero2 sums and shards them after each.
-    needs = {"zero1": sharded + gathered + (parameter_bytes if accumulates else 0), "zero2": sharded + gathered}
+    of = parameter_bytes, num_processes, accumulates, half
+    needs = {"zero1": estimate_state_bytes("zero1", *of), "zero2": estimate_state_bytes("zero2", *of)}
     limit = int(STATE_SHARE * memory_bytes)
     about = f"of {_gib(memory_bytes)} of memory, {_gib(limit)} may be state"
     if needs["zero1"] <= limit:
@@ -78,6 +75,22 @@ def choose_strategy(
     if needs["zero2"] <= limit:
         return Choice("zero2", f"zero1 would need {_gib(needs['zero1'])}, it {_gib(needs['zero2'])}; {about}")
     return Choice("fsdp", f"zero2 would need {_gib(needs['zero2'])}; {about}")
+
+
+def estimate_state_bytes(
+    strategy: Strategy, parameter_bytes: int, num_processes: int, accumulates: bool, half: bool
+) -> int:
+    """Estimate the bytes of a process's parameters, gradients and optimizer state; see `choose_strategy`.
+
+    Of `fsdp` and `auto`, which may be it, the most: whole gradients of several micro batches, as zero1 has them.
+    """
+    if strategy == "ddp":
+        return STATE_COPIES * parameter_bytes + (parameter_bytes // 2 if half else 0)
+    sharded = STATE_COPIES * parameter_bytes // num_processes
+    gathered = parameter_bytes // (2 if half else 1)
+    # Zero1 and zero2 keep all parameters gathered for the length of a step. Over several micro batches zero1 adds up
+    # whole gradients, in fp32; zero2 sums and shards them after each.
+    return sharded + gathered + (parameter_bytes if accumulates and strategy != "zero2" else 0)
 
 
 def _gib(num_bytes: int) -> str:

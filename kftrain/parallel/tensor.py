@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from kftrain.errors import ConfigError
+from kftrain.parallel.chunked_logits import ChunkedLogits
 from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.initialize import Places, parameter_like, places_of, put_all, replace_parameters, stored_parameter
 from kftrain.parallel.sharded import find_cut_axes, local
@@ -44,6 +45,8 @@ class SplitTensors:
     sequence_parallel: bool
     split_logits: bool
     """True where the model may return `SplitLogits`; else it returns whole logits."""
+    chunk_tokens: int = 0
+    """Number of tokens whose logits are computed at a time, as `ChunkedLogits`; 0: all."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Make the parameters distributed tensors, and put the plan's exchanges around its modules.
@@ -84,11 +87,11 @@ class SplitTensors:
         if part.kind == "row":  # the bias is added to the sum: each process has all of it, and it belongs there once
             return lambda hidden: _add_bias(stream.leave(F.linear(draws.end(hidden), module.weight)), module.bias)
         if part.kind == "logits":
-            return lambda hidden: self._wrap_logits(inner(enter(hidden)), module.out_features, stream.peers)
+            return lambda hidden: self._make_logits(enter(hidden), module, module.out_features, stream.peers)
         if part.kind == "vocabulary":
             first = find_first_class(module.num_embeddings, stream.peers)
             return lambda values: (
-                self._wrap_logits(F.linear(enter(values), module.weight), module.num_embeddings, stream.peers)
+                self._make_logits(enter(values), module, module.num_embeddings, stream.peers)
                 if values.is_floating_point()
                 else stream.leave(look_up(values, module.weight, first, module.padding_idx))
             )
@@ -99,8 +102,11 @@ class SplitTensors:
             return inner
         return lambda hidden, *others, **keywords: inner(entrance(hidden), *others, **keywords)
 
-    def _wrap_logits(self, part: torch.Tensor, num_classes: int, peers: Peers) -> Any:
-        logits = SplitLogits(part, peers, num_classes)
+    def _make_logits(self, hidden: torch.Tensor, module: Any, num_classes: int, peers: Peers) -> Any:
+        bias = getattr(module, "bias", None)
+        if self.chunk_tokens:
+            return ChunkedLogits(hidden, module.weight, bias, self.chunk_tokens, peers, num_classes)
+        logits = SplitLogits(F.linear(hidden, module.weight, bias), peers, num_classes)
         return logits if self.split_logits else logits.whole()
 
 

@@ -20,17 +20,18 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
+from kftrain.parallel.chunked_logits import ChunkLogits
 from kftrain.parallel.context import CutSequences
 from kftrain.parallel.distributed import Distributed, Transform
 from kftrain.parallel.expert import SpreadExperts
+from kftrain.parallel.float8 import Float8Products
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
 from kftrain.parallel.fully_shard import FullyShard
-from kftrain.parallel.initialize import Places, places_of, set_hooks, stored_parameter
+from kftrain.parallel.initialize import Places, give_memory, places_of, set_hooks, stored_parameter
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.replicas import Replicas
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
@@ -44,28 +45,6 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """Recomputes activations of the blocks in the backward pass, instead of keeping them."""
-
-    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Wrap the blocks. Raises ConfigError where there are none."""
-        if not blocks:
-            raise ConfigError(
-                "the model has no blocks that could be recomputed",
-                where="train.activation_checkpointing",
-                value="blocks",
-                fix="name them in a method blocks() of the model, or set it to none",
-            )
-        modules = {name: distributed.model.get_submodule(name) for name in blocks}
-        wrappers = {id(module): checkpoint_wrapper(module) for module in modules.values()}
-        # Lists, since wrapping changes what is walked; all places of a block, since a model may keep it in several.
-        for parent in [*distributed.model.modules(), *distributed.roots.modules()]:
-            for name, child in list(parent.named_children()):
-                if id(child) in wrappers:
-                    setattr(parent, name, wrappers[id(child)])
-
-
-@dataclass(frozen=True)
 class ToDevice:
     """Moves the whole model to this process's device."""
 
@@ -74,6 +53,17 @@ class ToDevice:
         device = distributed.mesh.world.device
         # Not by `to`, which refuses tensors without memory.
         distributed.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class NarrowMasters:
+    """Keeps the parameters in bf16 alone; before they have memory, and before they are spread."""
+
+    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
+        """Give the parameters another format."""
+        for slots in places_of(distributed.model).values():
+            parameter = stored_parameter(slots[0])
+            give_memory(parameter, torch.empty_like(parameter, dtype=torch.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -117,20 +107,27 @@ class Replicate:
 def list_transforms(
     parallel: ParallelConfig,
     precision: PrecisionConfig,
-    recompute_blocks: bool,
+    within_blocks: Sequence[Transform],
     shape: Shape,
     split_logits: bool = False,
     forward_only: bool = False,
+    loss_chunk_tokens: int = 0,
 ) -> list[Transform]:
     """List the transforms of a configuration on a mesh, in their order.
 
+    `within_blocks`: what is done to single blocks, after they are split and before they are spread.
     `split_logits`: the code that computes the loss takes logits that are split over the axis `tensor`.
-    `forward_only`: there will be no backward pass.
+    `forward_only`: there will be no backward pass. `loss_chunk_tokens`: see `ChunkLogits`; 0: whole logits.
     """
-    first: list[Transform] = [SplitTensors(parallel.sequence_parallel, split_logits)] if shape.tensor > 1 else []
+    is_split = shape.tensor > 1
+    splitting = SplitTensors(parallel.sequence_parallel, split_logits, loss_chunk_tokens)
+    first: list[Transform] = [splitting] if is_split else []
     first += [SpreadExperts()] if shape.expert > 1 else []
     first += [CutSequences()] if shape.context > 1 else []
-    first += [Recompute()] if recompute_blocks else []
+    first += [NarrowMasters()] if precision.master == "bf16" else []
+    first += [Float8Products()] if precision.compute == "float8" else []
+    first += [ChunkLogits(loss_chunk_tokens, is_split)] if loss_chunk_tokens else []
+    first += within_blocks
     formats = (precision.compute, precision.reduce)
     if shape.replicate * shape.num_shards == 1:
         return [*first, ToDevice(), Formats(*formats)]

@@ -40,6 +40,15 @@ class SplitLogits(NamedTuple):
         )
         return losses
 
+    def sum_cross_entropy(self, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+        """Return the sum of the losses of those `targets` `[...]` that are not `ignored`."""
+        # The terms of the others are computed, too, and left out of the sum.
+        return self.cross_entropy(targets).masked_fill(targets == ignored, 0.0).sum()
+
+    def score(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of each of `targets` `[...]`, and the class of the largest logit."""
+        return self.cross_entropy(targets), self.argmax()
+
     def argmax(self) -> torch.Tensor:
         """Return the class of the largest logit, `[...]` int64; of equal ones the first."""
         largest, index = self.part.detach().float().max(dim=-1)

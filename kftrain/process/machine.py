@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import resource
 import stat
 import tempfile
 import time
@@ -51,7 +52,9 @@ def read_busy_seconds() -> float:
 
 
 def read_available_bytes(meminfo: str = "/proc/meminfo", cgroups: str = "/sys/fs/cgroup") -> float:
-    """Measure the bytes that this process could still take of the machine and of the pod's limit; infinite if unknown.
+    """Measure the bytes that this process could still take of the machine, and of the pod's limit and its own.
+
+    Infinite if unknown.
 
     What the kernel keeps of files counts as free, for it is given up before anybody is ended for want of memory.
     """
@@ -68,6 +71,11 @@ def read_available_bytes(meminfo: str = "/proc/meminfo", cgroups: str = "/sys/fs
             counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             left = int(Path(cgroups, limit).read_text()) - int(Path(cgroups, used).read_text())
             free_bytes = min(free_bytes, left + int(counted["inactive_file"]) + int(counted["active_file"]))
+    own_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        if own_limit != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            free_bytes = min(free_bytes, own_limit - pages * resource.getpagesize())
     return free_bytes
 
 

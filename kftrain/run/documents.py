@@ -337,6 +337,14 @@ class EvaluationRequest(Document):
     targets: list[EvaluationTarget]
 
 
+class MicroBatchChoice(Document):
+    """`micro_batch.json`: the micro batch that was found for `train.micro_batch_size: auto`."""
+
+    rows: int
+    layout: str
+    """Digest of what the answer depends on: in another layout it is looked for again."""
+
+
 class PartShare(Document):
     """`sharding/<config digest>/<rank>.json`: parts of a source that one process encodes, and what it needs for it."""
 

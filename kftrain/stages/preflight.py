@@ -77,9 +77,11 @@ def check_model(config: Config) -> None:
 
     What a user's task requires of the model is asked where torch is: its code may need it.
     """
-    is_ours = config.task.kind in TASKS
-    arguments = build_task(config.task).model_arguments() if is_ours else None
+    task = build_task(config.task) if config.task.kind in TASKS else None
+    arguments = task.model_arguments() if task else None
     check_options(config.model, arguments)
+    if task:
+        config.parallel.require_sequences(task.sequence_dims)
     config.parallel.require_fitting(splits_of(config.model, arguments))
 
 
@@ -102,13 +104,14 @@ def require_database(uri: str) -> None:
 
 def check_batch(config: Config) -> None:
     """Raises ConfigError where the processes form no mesh, or would be left without a sample in every step."""
-    nodes, per_node, batch = config.launch.nodes, config.launch.processes_per_node, config.train.global_batch_size
+    nodes, per_node, batch = config.launch.nodes, config.launch.processes_per_node, config.train.batch_sizes.sizes[0]
     num_data_ranks = nodes if per_node == "auto" else config.parallel.shape(nodes * per_node).num_data_ranks
     if num_data_ranks > batch:
         what = f"{num_data_ranks} processes cannot share a batch of {batch} samples"
         fix = "raise it, or lower launch.nodes or launch.processes_per_node"
-        raise ConfigError(what, where="train.global_batch_size", fix=fix)
-    plan = BatchPlan(batch, num_data_ranks, config.train.micro_batch_size)
+        where = "train.batch_warmup" if config.train.batch_warmup else "train.global_batch_size"
+        raise ConfigError(what, where=where, fix=fix)
+    plan = BatchPlan(config.train.global_batch_size, num_data_ranks, config.train.most_micro_rows)
     if per_node != "auto":
         config.parallel.require_micro_batches(plan.num_micro_batches)
 

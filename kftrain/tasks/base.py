@@ -370,23 +370,27 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class LogitsInParts(Protocol):
-    """Questions of a task to logits `[..., classes]` of which each of several processes holds some of the classes.
+    """Questions of a task to logits `[..., classes]` that are not whole.
 
-    All processes ask the same, in the same order.
+    Each of several processes has some of the classes, or they are computed for some tokens at a time, or both. All
+    processes ask the same, in the same order.
     """
 
     def cross_entropy(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy in nats, fp32, of each of `targets` `[...]`."""
 
-    def argmax(self) -> torch.Tensor:
-        """Return the classes of the largest logits, `[...]`."""
+    def sum_cross_entropy(self, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+        """Return the sum, fp32, of those terms whose target is not `ignored`: at less cost than the terms."""
+
+    def score(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cross-entropy of each of `targets` `[...]`, and the classes of the largest logits, `[...]`."""
 
 
 def reads_parts(method: Method) -> Method:
     """Mark a method of a task that accepts `LogitsInParts`.
 
-    A task whose `loss`, `statistics` and `tallies` all carry the mark is given what the model's matrices have left on
-    this process, where they are split over the classes; any other task is given whole logits.
+    A task whose `loss`, `statistics` and `tallies` all carry the mark is given logits in parts where the model's
+    matrices are split over the classes, and may have `train.loss_chunk_tokens`; any other task is given whole logits.
     """
     setattr(method, _MARK, True)
     return method

@@ -237,10 +237,9 @@ class LanguageModeling(Task):
         import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 
         targets = batch["targets"].masked_fill((weight == 0).unsqueeze(1), self.tokenizer.padding)
-        # Split logits have no ignore_index: the terms of padding are computed, too, and left out of the sum.
         if not isinstance(output, torch.Tensor):
-            terms: torch.Tensor = output.cross_entropy(targets)
-            return terms.masked_fill(targets == self.tokenizer.padding, 0.0).sum()
+            total: torch.Tensor = output.sum_cross_entropy(targets, self.tokenizer.padding)
+            return total
         return F.cross_entropy(
             output.float().flatten(0, 1), targets.flatten(), ignore_index=self.tokenizer.padding, reduction="sum"
         )
@@ -260,7 +259,8 @@ class LanguageModeling(Task):
             log_probabilities = torch.log_softmax(logits, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
             guesses = logits.argmax(dim=-1)
         else:
-            log_probabilities, guesses = -output.cross_entropy(targets), output.argmax()
+            losses, guesses = output.score(targets)
+            log_probabilities = -losses
         bits = -log_probabilities.double().masked_fill(num_bytes == 0, 0.0).sum(dim=1) / log(2)
         correct = ((guesses == targets) * num_bytes).sum(dim=1)
         return {

@@ -6,8 +6,8 @@ the host (a log line, whether the training diverges) reads it later, when it has
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -37,6 +37,12 @@ class StepResult:
     """Sum of this process's loss terms divided by the global count; the sum over processes is the mean loss."""
     gradient_norm: torch.Tensor
     """Global norm before clipping. Where it is not finite, parameters and optimizer are as before."""
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Further numbers, which are the same on all processes: for the log and the tracker."""
+
+
+DISPENSABLE = {"averages"}
+"""Parts of a checkpoint that a training may go on without."""
 
 
 class Parts:
@@ -59,13 +65,31 @@ class Parts:
         return {name: part.save() for name, part in self._parts.items()}
 
     def load(self, state: State) -> None:
-        """Put a state back: the inverse of `save`."""
+        """Put a state back: the inverse of `save`. Optional parts that it does not have stay as they are."""
         for name, part in self._parts.items():
-            part.load(state[name])
+            if name in state or not part.is_optional:
+                part.load(state[name])
+
+    def list_missing(self, versions: dict[str, int]) -> list[str]:
+        """List the optional parts that a checkpoint with these `versions` does not have."""
+        return [name for name, part in self._parts.items() if part.is_optional and name not in versions]
+
+    def list_dispensable(self, versions: dict[str, int]) -> list[str]:
+        """List the parts of a checkpoint with these `versions` that this training has not, and can do without."""
+        return [name for name in versions if name in DISPENSABLE and name not in self._parts]
+
+    def begin(self, names: Collection[str]) -> None:
+        """Begin these optional parts anew, beside others that were loaded."""
+        for name in names:
+            self._parts[name].begin()
 
     def require_same(self, versions: dict[str, int], where: str) -> None:
-        """Raises CheckpointError where a checkpoint at `where` has other parts than these, or other `versions`."""
-        own = self.versions
+        """Raises CheckpointError where a checkpoint at `where` has other parts than these, or other `versions`.
+
+        It may lack optional ones, and have those that a training can do without.
+        """
+        own = {name: version for name, version in self.versions.items() if name not in self.list_missing(versions)}
+        versions = {name: versions[name] for name in versions if name not in self.list_dispensable(versions)}
         # Sorted, so that all processes name the same part.
         odd = next((name for name in sorted({*versions, *own}) if versions.get(name) != own.get(name)), None)
         if odd is None:
@@ -142,9 +166,10 @@ class StepNumbers:
     def __init__(self, result: StepResult) -> None:
         """Ask for the copy, and do not wait for it."""
         # Into pinned memory, or the copy would wait; the event is behind it, so that `read` waits for this step only
-        # and not for the next one, which was asked for meanwhile. Both numbers go in one copy, in fp64, which holds
-        # either of them unchanged.
-        scalars = [result.local_loss_sum, result.gradient_norm]
+        # and not for the next one, which was asked for meanwhile. All numbers go in one copy, in fp64, which holds
+        # each of them unchanged.
+        self._names = list(result.metrics)
+        scalars = [result.local_loss_sum, result.gradient_norm, *result.metrics.values()]
         self._event: torch.cuda.Event | None = None
         if scalars[1].device.type == "cuda":
             numbers = torch.stack([scalar.double() for scalar in scalars])
@@ -154,9 +179,9 @@ class StepNumbers:
             self._event.record()
         self._scalars = scalars
 
-    def read(self) -> tuple[float, float]:
-        """Return the local sum of the loss and the gradient norm; wait for their step only, not for later ones."""
+    def read(self) -> tuple[float, float, dict[str, float]]:
+        """Return the local sum of the loss, the gradient norm and the metrics; wait for their step, not for later."""
         if self._event is not None:
             self._event.synchronize()
-        loss, norm = (float(scalar.numpy()) for scalar in self._scalars)
-        return loss, norm
+        loss, norm, *others = (float(scalar.numpy()) for scalar in self._scalars)
+        return loss, norm, dict(zip(self._names, others, strict=True))

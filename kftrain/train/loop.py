@@ -28,6 +28,7 @@ from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
 from kftrain.run.advice import make_fix
 from kftrain.tasks.user_metrics import metrics_of
+from kftrain.train import loss_scale
 from kftrain.train.best import BestCheckpoint
 from kftrain.train.engine import Engine, StepNumbers
 from kftrain.train.recorder import Recorder
@@ -78,8 +79,8 @@ class Loop:
         self._recorder = recorder
         self._stop = stop
         self.best = BestCheckpoint(config, world, engine.task.loss_metric if config.checkpoint.keep_best else "")
-        batch = config.train.global_batch_size
-        self._saves = Saves(writer, config.checkpoint, batch, world.is_main, self.best.forget)
+        self._sizes = config.train.batch_sizes
+        self._saves = Saves(writer, config.checkpoint, self._sizes.count_samples, world.is_main, self.best.forget)
         self._liveness = liveness
         self._left_out = LeftOutSamples(world, config.data.max_bad_samples)
         # The writer reads these when it commits: the set itself, which grows, and the selection of that moment.
@@ -93,6 +94,7 @@ class Loop:
         """Number of the last step, and its numbers on their way to the host; None once they were looked at."""
         self._local_loss = 0.0
         self._gradient_norm = 0.0
+        self._step_metrics: dict[str, float] = {}
 
     def resume(self, loaded: load.Loaded | None) -> int:
         """Restore the engine's state; return the number of steps that are done. Raises CheckpointError."""
@@ -100,10 +102,17 @@ class Loop:
             return 0
         # Parts first: reading would fill what both have and leave the rest as it was. Tensors are filled in place, in
         # the layout of now, so that the checkpoint may come from any other one.
-        self._engine.state.require_same(loaded.manifest.parts, loaded.uri)
-        state = self._engine.state.save()
+        parts = loaded.manifest.parts
+        self._engine.state.require_same(parts, loaded.uri)
+        missing, dropped = self._engine.state.list_missing(parts), self._engine.state.list_dispensable(parts)
+        if missing and self._world.is_main:
+            to_log(f"the checkpoint has no {', '.join(missing)}, which begins anew")
+        if dropped and self._world.is_main:
+            to_log(f"the checkpoint's {', '.join(dropped)} are left out")
+        state = {name: part for name, part in self._engine.state.save().items() if name not in missing}
         load.load_into(state, loaded.uri, loaded.manifest.files)
         self._engine.state.load(state)
+        self._engine.state.begin(missing)
         self._left_out.resume(loaded.manifest.bad_samples)
         self.best.resume(loaded.manifest.selection)
         return loaded.manifest.step
@@ -165,13 +174,18 @@ class Loop:
 
         mesh = self._engine.mesh
         seed_step(self._config.run.seed, step, mesh.data_rank, mesh.world.device)
-        rate = compute_learning_rate(self._config.optimizer, step, self._config.train.steps)
-        self._engine.set_learning_rate(rate)
+        self._engine.set_learning_rate(self._find_rate(step))
         result = self._engine.step(batch, num_terms, agree)
         self._read_last_step()  # the step before this one: the device has this one to go on with while the host reads
         self._pending = step + 1, StepNumbers(result)
         (upcoming,) = answers
         return upcoming
+
+    def _find_rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0. It is computed anew for each, and is no state."""
+        optimizer = self._config.optimizer
+        rate = compute_learning_rate(optimizer, step, self._config.train.steps)
+        return rate * compute_batch_factor(optimizer, self._sizes.find_size(step))
 
     def _read_last_step(self) -> None:
         """Read what the last step has measured. Raises DivergedError, on all processes: they share the norm."""
@@ -179,11 +193,16 @@ class Loop:
             return
         done, measured = self._pending
         self._pending = None
-        self._local_loss, self._gradient_norm = measured.read()
-        self._num_nonfinite = 0 if math.isfinite(self._gradient_norm) else self._num_nonfinite + 1
+        self._local_loss, self._gradient_norm, self._step_metrics = measured.read()
+        scale, minimum = self._step_metrics.get(loss_scale.PART, 0.0), self._config.precision.loss_scale.minimum
+        if math.isfinite(self._gradient_norm):
+            self._num_nonfinite = 0
+        elif scale <= minimum:  # above it the scale was too large, and is halved by now
+            self._num_nonfinite += 1
         if self._num_nonfinite > self._config.train.max_nonfinite_steps:
+            at = f" at the least loss scale, {minimum:g}," if scale else ""
             raise DivergedError(
-                f"the gradient norm of step {done} is not finite",
+                f"the gradient norm of step {done}{at} is not finite",
                 value=self._gradient_norm,
                 fix=make_fix(FailureClass.DIVERGED),
             )
@@ -211,16 +230,16 @@ class Loop:
 
     def _record(self, done: int) -> None:
         (loss,) = self._engine.mesh.sum_of_losses([self._local_loss])
-        rate = compute_learning_rate(self._config.optimizer, done - 1, self._config.train.steps)
-        values = {"loss": loss, "learning_rate": rate, "gradient_norm": self._gradient_norm}
+        values = {"loss": loss, "learning_rate": self._find_rate(done - 1), "gradient_norm": self._gradient_norm}
+        values |= self._step_metrics
         if self._left_out.numbers:
             values["bad_samples"] = len(self._left_out.numbers)
         data = self._data_metrics.collect()
         if self._world.is_main:
-            num_steps = done - self._last_recorded
+            num_steps, count = done - self._last_recorded, self._sizes.count_samples
             finite = {name: value for name, value in values.items() if math.isfinite(value)}
             costs = {**data, **ask_metrics(self._engine.model)}
-            self._recorder.record(done, finite, num_steps, num_steps * self._config.train.global_batch_size, costs)
+            self._recorder.record(done, finite, num_steps, count(done) - count(self._last_recorded), costs)
         self._last_recorded = done
 
     def _validate(self, done: int) -> bool:
@@ -289,6 +308,18 @@ def compute_learning_rate(config: OptimizerConfig, step: int, num_steps: int) ->
     progress = min(1.0, max(0, step - first) / max(1, num_steps - 1 - first))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "warmup_cosine" else 1.0 - progress
     return peak * (floor + (1.0 - floor) * left)
+
+
+EXPONENTS = {"none": 0.0, "linear": 1.0, "square_root": 0.5}
+"""Rule -> exponent of the batch size in the learning rate. Linear: Goyal et al. 2017, arXiv:1706.02677; square root:
+Krizhevsky 2014, arXiv:1404.5997, and for Adam Malladi et al. 2022, arXiv:2205.10287."""
+
+
+def compute_batch_factor(config: OptimizerConfig, batch_size: int) -> float:
+    """Return the factor on the learning rate of a step with so many samples over all processes."""
+    if config.reference_batch_size is None:
+        return 1.0
+    return float((batch_size / config.reference_batch_size) ** EXPONENTS[config.scale_learning_rate])
 
 
 class LeftOutSamples:

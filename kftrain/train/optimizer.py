@@ -13,7 +13,9 @@ from torch import nn
 from kftrain.errors import ConfigError
 from kftrain.parallel.expert import read_expert_plan
 from kftrain.parallel.sharded import ALONE, Team
+from kftrain.train.eight_bit import AdamW8bit
 from kftrain.train.optimizer_kinds import MATCHING, Adafactor, AdamW, Group, Lamb, Muon, Sgd, SkippingOptimizer
+from kftrain.train.rounding import RoundedAdamW
 from kftrain.train.settings import OptimizerConfig, ParameterGroup
 
 NUM_SHOWN = 3
@@ -99,14 +101,25 @@ class Optimizer:
             for group, scale in zip(member.param_groups, scales, strict=True):
                 group["lr"] = rate * scale
 
-    def step(self, found_inf: torch.Tensor) -> None:
-        """Update the parameters and forget the gradients; only the latter where `found_inf` is 1. Collective."""
+    def step(self, found_inf: torch.Tensor, position: int = 0) -> None:
+        """Update the parameters and forget the gradients; only the latter where `found_inf` is 1. Collective.
+
+        `position`: the number of samples before this step.
+        """
         with torch.no_grad():  # once for all of them, and without torch's wrapper: both take time in a small step
             for member in self.members:
-                member.found_inf = found_inf
+                member.found_inf, member.position = found_inf, position
                 member.advance()
         for parameter in self._parameters:  # None, not 0: what the next step does not use is then left alone
             parameter.grad = None
+
+
+def seed_rounding(optimizer: Optimizer, model: nn.Module, seed: int) -> None:
+    """Tell the members that round by chance the seed of the run, and the names of the model's parameters."""
+    for member in optimizer.members:
+        if isinstance(member, RoundedAdamW):
+            member.seed = seed
+            member.names = {parameter: names[0] for parameter, names in list_parameter_names(model).items()}
 
 
 def build_optimizer(
@@ -227,4 +240,7 @@ def _build_kind(
         return Muon(groups, rate, momentum, config.nesterov is not False, scale, compute, replicas)
     if kind == "adafactor":
         return Adafactor(groups, rate)
-    return (Lamb if kind == "lamb" else AdamW)(groups, rate, (config.beta1, config.beta2), config.epsilon)
+    is_narrow = any(parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"])
+    adamw = RoundedAdamW if is_narrow else AdamW8bit if config.state == "8bit" else AdamW
+    chosen = Lamb if kind == "lamb" else adamw
+    return chosen(groups, rate, (config.beta1, config.beta2), config.epsilon)

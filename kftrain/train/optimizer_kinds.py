@@ -8,6 +8,7 @@ on local tensors. Nothing but the state is kept between steps: a parameter may g
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -34,6 +35,8 @@ class SkippingOptimizer(torch.optim.Optimizer, abc.ABC):
 
     found_inf: torch.Tensor | None = None
     """Scalar: 1 where the gradients are not finite, else 0; None where they are known to be finite."""
+    position: int = 0
+    """Number of samples before this step, which tells it from all others."""
 
     def __init__(self, groups: list[Group], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
@@ -62,6 +65,10 @@ class SkippingOptimizer(torch.optim.Optimizer, abc.ABC):
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             if used:
                 self.update(group, used, [local(parameter.grad) for parameter in used])
+
+    def expanded(self) -> contextlib.AbstractContextManager[None]:
+        """Give the state, within the block, the form that checkpoints hold: each tensor as large as its parameter."""
+        return contextlib.nullcontext()
 
     def count_step(self, device: torch.device) -> torch.Tensor:
         """Return 1 where this step counts, 0 where it is skipped: a scalar on the device."""
@@ -129,15 +136,29 @@ class AdamW(SkippingOptimizer):
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Update all parameters of a group by one kernel."""
-        counts, device = self.local_states(parameters, "step"), gradients[0].device
+        weights, moments = [local(parameter) for parameter in parameters], ("exp_avg", "exp_avg_sq")
+        means, squares = (self.local_states(parameters, name) for name in moments)
+        self.compute(group, weights, gradients, means, squares, self.local_states(parameters, "step"))
+
+    def compute(
+        self,
+        group: Group,
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        means: list[torch.Tensor],
+        squares: list[torch.Tensor],
+        counts: list[torch.Tensor],
+    ) -> None:
+        """Change weights, moments and counts of steps in place; each list has a tensor for each parameter."""
+        device = gradients[0].device
         # Counted before, since the kernel divides by 1 less a power of the betas, which is 0 at a count of 0. Where the
         # step is skipped the count stays, and the kernel does nothing.
         torch._foreach_add_(counts, [self.count_step(device)] * len(counts))
         torch._fused_adamw_(
-            [local(parameter) for parameter in parameters],
+            weights,
             gradients,
-            self.local_states(parameters, "exp_avg"),
-            self.local_states(parameters, "exp_avg_sq"),
+            means,
+            squares,
             [],
             counts,
             lr=group["lr"],

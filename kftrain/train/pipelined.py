@@ -85,7 +85,8 @@ class PipelinedEngine(SpmdEngine):
         facts = stages.SCHEDULES[cut.schedule]
         own: Any = torchs[0] if facts.stages_per_process == 1 else torchs
         new: Any = get_schedule_class(facts.torch_name)
-        self._schedule = new(own, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
+        # Not scaled: a loss is divided by the terms of the whole step already, whatever the number of micro batches.
+        self._schedule = new(own, num_micro_batches, loss_fn=lambda loss, _: self.scale_loss(loss), scale_grads=False)
         for module in self._stages:
             module.draws = self._draws
             module.before_exchange = distributed.note_gradients
@@ -99,13 +100,13 @@ class PipelinedEngine(SpmdEngine):
         for module in self._stages:
             module.work = works
             module.number = 0
-        losses: list[torch.Tensor] = []
+        losses: list[torch.Tensor] = []  # stays empty where the last stage is not
         try:
             with self._distributed.computing():
                 # torch looks at the target only to see that there is one.
                 self._schedule.step(target=torch.zeros(len(works)), losses=losses, return_outputs=False)
         except RuntimeError as error:
-            if isinstance(error.__cause__, KftrainError):
+            if isinstance(error.__cause__, KftrainError):  # torch wraps what a stage raises
                 raise error.__cause__ from None
             raise
         for module in self._stages:
@@ -115,7 +116,7 @@ class PipelinedEngine(SpmdEngine):
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
         total += sum(loss.detach().double() for loss in losses)
         dist.all_reduce(total, group=self._group)
-        return total
+        return total if self._loss_scale is None else self._loss_scale.unscale_sum(total)
 
     def _prepare_work(self, number: int, micro: MicroBatch, num_terms: int) -> StageWork:
         if self._draws is not None:
@@ -132,11 +133,11 @@ class PipelinedEngine(SpmdEngine):
     ) -> Statistics | None:
         """Return statistics of the first samples of a dataset; see `Engine.evaluate`."""
         of = self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch
-        with self._distributed.computing():
+        with self.evaluating(), self._distributed.computing():
             scores = score(*of, relay=self)
         return None if scores is None else scores.statistics
 
-    def compute(self, *inputs: Any) -> Any:
+    def compute(self, finish: Callable[[Any], Any], *inputs: Any) -> Any:
         """Compute one batch forward; see `Relay`. A process goes on as soon as the next one has taken its batch."""
         output: Any = ()
         for number, module in zip(self._numbers, self._stages, strict=True):
@@ -145,7 +146,7 @@ class PipelinedEngine(SpmdEngine):
                 dist.recv_object_list(objects, self._find_rank(number - 1), device=HOST)
                 output = tuple(tensor.to(self.mesh.world.device) for tensor in objects[0])
             module.number = 0
-            module.work = [StageWork(0, inputs, lambda returned: returned)]
+            module.work = [StageWork(0, inputs, finish)]
             output = module(*(output if isinstance(output, tuple) else (output,)))
             if number < self._last and number + 1 not in self._numbers:
                 # As objects, which say their shapes: the last batch of a dataset has fewer rows.
@@ -155,6 +156,7 @@ class PipelinedEngine(SpmdEngine):
 
     def share(self, measured: list[Tensors]) -> list[Tensors]:
         """Give all processes of the pipeline what the last stage has measured; see `Relay`."""
+        # As objects, because the others know neither names nor numbers of rows.
         objects = [[{name: value.cpu() for name, value in values.items()} for values in measured]]
         dist.broadcast_object_list(objects, self._find_rank(self._last), self._group, HOST)
         return objects[0]

@@ -33,6 +33,7 @@ def build_pipelined_engine(
     config.parallel.require_micro_batches(plain.plan.num_micro_batches)
     _refuse_changes_of_state(plain)
     require_matrices(plain.model, config.optimizer, plain.block_names)
+    # From here on each process would see its own stages only: what concerns the whole model is refused before.
     cut = cut_model(plain.model, name, size)
     if stages.SCHEDULES[name].splits_backward:
         _refuse_split_backward(config, cut)
@@ -69,11 +70,15 @@ def _refuse_split_backward(config: Config, cut: Cut) -> None:
             "the first stage is frozen: without gradients of its inputs torch computes none of the next one's weights"
         )
         raise ConfigError(what, where=WHERE, value=name, fix=f"{fix}train a parameter of it")
-    if config.train.activation_checkpointing == "blocks":
+    if config.train.activation_checkpointing in ("blocks", "selective"):
         what = "recomputed blocks would be computed once for gradients of inputs and once more for those of weights"
         raise ConfigError(what, where=WHERE, value=name, fix=f"{fix}train.activation_checkpointing: none")
-    if config.precision.compute == "bf16":
-        what = "torch adds up the gradients of weights in bf16 where a schedule computes them apart"
+    if config.train.loss_chunk_tokens:
+        what = "losses by chunks have one backward pass, which makes the gradients of inputs and weights at once"
+        raise ConfigError(what, where=WHERE, value=name, fix=f"{fix}train.loss_chunk_tokens: 0")
+    if config.precision.compute != "fp32":
+        compute = config.precision.compute
+        what = f"torch adds up the gradients of weights in {compute} where a schedule computes them apart"
         raise ConfigError(what, where=WHERE, value=name, fix=f"{fix}precision.compute: fp32")
 
 

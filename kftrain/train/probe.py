@@ -31,7 +31,7 @@ from kftrain.models.base import run_pieces
 from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
 from kftrain.parallel.buffers import read_reductions
-from kftrain.parallel.formats import cast_inputs
+from kftrain.parallel.formats import NAMES, cast_inputs
 from kftrain.parallel.initialize import Weights, isolate_generators, parameter_like, put_all, seed_all, stored_parameter
 from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import prepare_batch, require_sequence_dims
@@ -149,6 +149,10 @@ def require_pieces(
         for piece in pieces:
             give_row_weights(model, tensors.weight)
             value = run_pieces(model, [piece], value, inputs)
+            sent = value if isinstance(value, tuple | list) else [value]
+            if piece is not pieces[-1] and not all(isinstance(part, torch.Tensor) for part in sent):
+                what, fix = "a piece returns what cannot travel to another stage", "return a tensor, or a tuple of them"
+                raise ConfigError(what, where="model.stages", value=type(value).__name__, fix=fix)
         return value
 
     for compute in (model, run_one_by_one):
@@ -188,7 +192,7 @@ def rehearse(
             compute_loss_sum(model, task, receive_tensors(task, take_first_rows(micro, ROWS), device))
     except UserCodeError as error:
         raise ConfigError(
-            f"the model cannot be computed in bf16: {error.what}",
+            f"the model cannot be computed in {NAMES[dtype]}: {error.what}",
             where="precision.compute",
             fix="cast in its forward what is not cast for it (buffers stay in fp32), or set it to fp32",
         ) from error

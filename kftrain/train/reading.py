@@ -107,13 +107,14 @@ def open_loader(
     """Open the loader of one of `num_ranks` processes that read different samples. Raises DataError and ConfigError."""
     config = training.config
     samples, order = open_training_samples(training)
-    plan = BatchPlan(config.train.global_batch_size, num_ranks, config.train.micro_batch_size)
+    plan = BatchPlan(config.train.global_batch_size, num_ranks, config.train.most_micro_rows)
     first, most = choose_tunings(config.data, training.task.decodes, count_usual_workers(config.data.worker_kind))
     limits = Limits(most, first.steps if first.steps == most.steps else 1, config.data.prefetch_bytes)
     # The worker opens the same samples and builds the same task from this: see `open_for_worker`.
     greeting = {"run": training.paths.uri, "config": config.to_dict()}
     command = WorkerCommand(WORKER, greeting, training.uses.note_opened)
-    arguments = (count_terms, choose_decoding(training), command, send, limits, _plan_ahead(training, samples, plan))
+    ahead, sizes = _plan_ahead(training, samples, plan), config.train.batch_sizes
+    arguments = (count_terms, choose_decoding(training), command, send, limits, ahead, sizes)
     return TrainLoader(samples, order, plan, rank, first, *arguments)
 
 

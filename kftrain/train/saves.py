@@ -24,16 +24,20 @@ class Saves:
         self,
         writer: CheckpointWriter,
         config: CheckpointConfig,
-        samples_per_step: int,
+        count_samples: Callable[[int], int],
         tells: bool,
         forget: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """Follow the saves of `writer`. `forget`: given the step of each that failed; `tells`: this process prints."""
+        """Follow the saves of `writer`.
+
+        `count_samples`: counts those of so many steps; `tells`: this process prints; `forget`: given the step of each
+        that failed.
+        """
         self._writer = writer
         self._forget = forget
         self._max_failed = config.max_failed_saves
         self._asynchronous = config.asynchronous
-        self._samples_per_step = samples_per_step
+        self._count_samples = count_samples
         self._tells = tells
         self._num_failed = 0
         self._interval_seconds = config.interval_seconds
@@ -90,7 +94,7 @@ class Saves:
 
     def _start(self, state: State, history: list[dict[str, Any]], step: int) -> None:
         self._last_start = monotonic()
-        self._writer.save(state, history, step, step * self._samples_per_step)
+        self._writer.save(state, history, step, self._count_samples(step))
 
     def _settle(self, max_failed: int | None) -> None:
         """Wait for the save in flight; raise a failed one if more than so many in a row have failed (None: never)."""

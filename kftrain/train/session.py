@@ -39,6 +39,8 @@ from kftrain.train import completing, engines
 from kftrain.train.completing import ExportDescription, Finished
 from kftrain.train.engine import Engine
 from kftrain.train.loop import Loop
+from kftrain.train.micro_batch import resolve_micro_batch
+from kftrain.train.numerics import set_numerics
 from kftrain.train.reading import Training, open_loader, open_validation_rows, read_training
 from kftrain.train.recorder import Recorder
 from kftrain.train.step import Carrier, count_loss_terms
@@ -125,11 +127,13 @@ class Setup:
 
 def _set_up(training: Training, world: World, loaded: load.Loaded | None) -> Setup:
     """Open the data and build the engine, which `loaded` will be read into. Collective."""
-    config = training.config
-    mesh = Mesh(config.parallel.shape(world.size), world)
-    first_use = make_first_use(config.data, training.manifest.dataset_digest)
+    set_numerics(training.config.precision)
+    mesh = Mesh(training.config.parallel.shape(world.size), world)
+    first_use = make_first_use(training.config.data, training.manifest.dataset_digest)
     training = dataclasses.replace(training, uses=first_use)
     count, carrier = functools.partial(count_loss_terms, training.task), Carrier.to(world.device, training.task)
+    training = resolve_micro_batch(training, mesh)
+    config = training.config
     # The data comes first: building the engine tries the model on the first rows.
     loader = open_loader(training, mesh.num_data_ranks, mesh.data_rank, count, carrier.send)
     validation = open_validation_rows(training, world.gather_slowly, (world.rank, world.size))

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from kftrain.data.batch_sizes import BatchSizes
+from kftrain.parallel.settings import CheckpointingMethod
 from kftrain.settings.section import Amount, ChangesTraining, Count, Effect, KeepsTraining, Probability, Section, Value
 
 SHORT_NAMES = {
@@ -18,6 +20,7 @@ SHORT_NAMES = {
 """Short name of a schedule -> its name."""
 
 ChangesSince02 = Annotated[Value, Effect(changes_training=True, added="0.2")]
+ChangesSince03 = Annotated[Value, Effect(changes_training=True, added="0.3")]
 ChangesStart = Annotated[Value, Effect(changes_training=True, counted_as="initial_weights")]
 """Type of a key that the digest of the initial weights stands for in the training identity."""
 
@@ -67,6 +70,9 @@ class OptimizerConfig(Section):
     """Decay of AdamW's and LAMB's second moment."""
     epsilon: ChangesTraining[Annotated[float, Field(gt=0.0)]] = 1.0e-8
     """Added to AdamW's and LAMB's denominator."""
+    state: ChangesSince03[Literal["fp32", "8bit"]] = "fp32"
+    """Format of AdamW's moments. `8bit` keeps them in blocks of 256 bytes with a scale, a quarter of the memory; the
+    numbers are near those of fp32, and depend on the layout."""
     momentum: ChangesSince02[Probability | None] = None
     """Momentum of `sgd` (empty: 0.9) and `muon` (empty: 0.95)."""
     nesterov: ChangesSince02[bool | None] = None
@@ -94,6 +100,11 @@ class OptimizerConfig(Section):
     """Final steps over which `warmup_stable_decay` falls; empty: a tenth of all steps."""
     final_learning_rate_fraction: ChangesTraining[Annotated[float, Field(ge=0.0, le=1.0)]] = 0.1
     """Learning rate at the last step, as a fraction of the peak."""
+    scale_learning_rate: ChangesSince03[Literal["none", "linear", "square_root"]] = "none"
+    """Scale the learning rate of each step with its global batch, relative to `reference_batch_size`: in proportion,
+    as is usual for `sgd`, or with the square root, as is usual for `adamw`."""
+    reference_batch_size: ChangesSince03[Count | None] = None
+    """Global batch for which `learning_rate` is meant, with `scale_learning_rate`."""
     groups: ChangesSince02[tuple[ParameterGroup, ...]] = ()
     """Parameters with settings of their own, by the patterns of their names."""
 
@@ -112,6 +123,10 @@ class OptimizerConfig(Section):
             raise ValueError(f"muon in groups is of muon, not of {self.kind}")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum")
+        if self.state != "fp32" and self.kind != "adamw":
+            raise ValueError(f"state {self.state} is of adamw, not of {self.kind}")
+        if (self.scale_learning_rate == "none") != (self.reference_batch_size is None):
+            raise ValueError("scale_learning_rate and reference_batch_size are set together")
         return self
 
 
@@ -134,6 +149,15 @@ class InitialWeights(Section):
     """Digest of that export."""
 
 
+class BatchPhase(Section):
+    """Steps whose batches are smaller than the final one."""
+
+    steps: ChangesTraining[Count]
+    """Number of steps."""
+    batch_size: ChangesTraining[Count]
+    """Samples of each step over all processes."""
+
+
 class TrainConfig(Section):
     """Length of the training, its batches, and the weights that it starts with."""
 
@@ -146,19 +170,38 @@ class TrainConfig(Section):
     """The answer to `from`, filled in when the run is opened."""
     global_batch_size: ChangesTraining[Count] = 32
     """Samples per optimizer step over all processes; the share of each process is derived from it."""
-    micro_batch_size: KeepsTraining[Amount] = 0
-    """Samples per forward pass of one process; 0: its whole share of the step. Smaller values accumulate gradients."""
+    batch_warmup: ChangesSince03[tuple[BatchPhase, ...]] = ()
+    """Phases of smaller batches before those of `global_batch_size`, one after the other, each larger than the one
+    before."""
+    micro_batch_size: KeepsTraining[Amount | Literal["auto"]] = 0
+    """Samples per forward pass of one process; 0: its whole share of the step. Smaller values accumulate gradients.
+    `auto`: as many as fit into memory, found before the first step; not with an axis that splits the model."""
+    average_decay: KeepsTraining[Probability] = 0.0
+    """Decay per step of moving averages of the weights, such as 0.999; evaluation and export then take the averages in
+    the place of the weights. 0: no averages. The weights that are trained are the same with and without."""
+    average_start_steps: KeepsTraining[Amount] = 0
+    """Steps before the averages begin; until then they are the weights themselves."""
     gradient_clip_norm: ChangesTraining[Annotated[float, Field(ge=0.0)]] = 1.0
     """Global norm that gradients are scaled down to; 0 disables clipping."""
-    activation_checkpointing: KeepsTraining[Literal["none", "blocks"]] = "none"
-    """`blocks` recomputes each block in the backward pass instead of keeping its activations."""
+    activation_checkpointing: KeepsTraining[Literal["none"] | CheckpointingMethod] = "none"
+    """Activations that blocks keep for the backward pass. `none`: all of them; `blocks`: their input, from which the
+    rest is computed again; `selective`: also the results of attention and of two in three matrix products; `offload`:
+    all, on the host."""
+    checkpointed_blocks: KeepsTraining[Count | tuple[Amount | str, ...]] = 1
+    """Blocks that `activation_checkpointing` is for: k for the first of every k blocks (1: all), or a list of numbers
+    from 0 and patterns of names, such as `[0, model.layers.1?]`."""
+    loss_chunk_tokens: KeepsTraining[Amount] = 0
+    """Tokens whose logits are computed at a time, for the loss and for metrics, so that all logits are never there; 0:
+    all at once. 256 suits a large vocabulary. The task must take logits in parts, and the model have an `output_layer`,
+    as `language_modeling` and the built-in transformers do."""
     log_interval_steps: KeepsTraining[Count] = 10
     """Steps between two recorded points of loss, learning rate and speed."""
     stop_after_no_improvement: KeepsTraining[Amount] = 0
     """Periodic evaluations in a row without a better value of `checkpoint.keep_best` after which training ends; 0
     trains all steps. Learning-rate schedules always span all steps."""
     max_nonfinite_steps: KeepsTraining[Amount] = 0
-    """Steps in a row with a non-finite gradient norm to skip before the run ends as diverged (19)."""
+    """Steps in a row with a non-finite gradient norm to skip before the run ends as diverged (19). In fp16 those that
+    are skipped at `precision.loss_scale.minimum` count."""
 
     @field_validator("start_from", mode="before")
     @classmethod
@@ -167,6 +210,24 @@ class TrainConfig(Section):
         if isinstance(text, str) and not (text in (SCRATCH, CHAMPION) or _VERSION.fullmatch(text) or "/" in text):
             raise ValueError("it is scratch, champion, a version as 3 or v3, or the URI of a run or of an export")
         return text
+
+    @model_validator(mode="after")
+    def _grows(self) -> TrainConfig:
+        sizes = self.batch_sizes.sizes
+        if sizes != sorted(set(sizes)):
+            raise ValueError(f"batch_warmup must grow up to global_batch_size, got {', '.join(map(str, sizes))}")
+        return self
+
+    @model_validator(mode="after")
+    def _averages_or_not(self) -> TrainConfig:
+        if self.average_start_steps and not self.average_decay:
+            raise ValueError("average_start_steps is of averages: set average_decay, too")
+        return self
+
+    @property
+    def most_micro_rows(self) -> int:
+        """The number `micro_batch_size`; 0 where it is not found yet."""
+        return 0 if self.micro_batch_size == "auto" else self.micro_batch_size
 
     def starting_with(self, origin: str, export_uri: str = "", export_digest: str = "") -> TrainConfig:
         """Return a copy that records the answer to `from`; without an export, training starts from scratch."""
@@ -178,6 +239,11 @@ class TrainConfig(Section):
     def without_weights(self) -> TrainConfig:
         """Return a copy whose `from` has not been looked up."""
         return self.model_copy(update={"initial_weights": InitialWeights()})
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The number of samples of each step."""
+        return BatchSizes(self.global_batch_size, tuple((phase.steps, phase.batch_size) for phase in self.batch_warmup))
 
     @property
     def from_champion(self) -> bool:

@@ -10,7 +10,8 @@ A step whose gradient norm is not finite is skipped by the optimizer's kernel, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_map_only
 
 from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import MicroBatch, StepBatch
@@ -34,9 +36,12 @@ from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.distributed import Distributed, Part
 from kftrain.parallel.world import World
 from kftrain.tasks.base import Task
+from kftrain.train.averages import Averages
 from kftrain.train.draws import PlacedDraws
 from kftrain.train.engine import Agree, Parts, StepResult
+from kftrain.train.loss_scale import LossScale
 from kftrain.train.optimizer import Optimizer, list_parameter_names
+from kftrain.train.optimizer_kinds import SkippingOptimizer
 from kftrain.train.step import call_after_step, compute_loss_sum, has_after_step, receive_tensors
 
 
@@ -56,11 +61,15 @@ class SpmdEngine:
         combined_buffers: CombinedBuffers,
         norms: GlobalBatchNorms | None = None,
         draws: PlacedDraws | None = None,
+        averages: Averages | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """Build the parts of a checkpoint, and the watches that a sharded model needs.
 
         `calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary.
         `norms`: the model's batch norms, which must be told which rows count. `draws`: of a model that draws.
+        `averages`: of the weights, where there are any.
+        `loss_scale`: a transform of the model.
         """
         distributed.begin()
         model = distributed.model
@@ -73,13 +82,17 @@ class SpmdEngine:
             "model": make_model_part(model, self.mesh.world),
             "optimizer": make_optimizer_part(model, optimizer.members),
         }
+        if averages is not None:
+            own_parts["averages"] = averages.make_part()
         self.state = Parts(own_parts | distributed.parts)
+        self._averages = averages
         self._distributed = distributed
         self._clip_norm = clip_norm
         self._calls = calls
         self._buffers = combined_buffers if combined_buffers.is_needed else None
         self._modes = modes.modes_of(model)
         self._draws = draws
+        self._loss_scale = loss_scale
         self._parameters = list(model.parameters())
         self._counted = [parameter for parameter in self._parameters if parameter not in distributed.copies]
         self._names = {parameter: names[0] for parameter, names in list_parameter_names(model).items()}
@@ -111,21 +124,32 @@ class SpmdEngine:
         self._distributed.agree(agree)
         own = gradients.collect_local_gradients(self._parameters)
         counted = gradients.collect_counted_gradients(self._counted) if self._has_copies else own
+        if self._loss_scale is not None:
+            counted = [*counted, self._loss_scale.overflow]
         norm = gradients.compute_total_norm(counted, self._norm_group, self.mesh.world.device)
         if self._clip_norm > 0:
             gradients.clip_gradients(own, norm, self._clip_norm)
-        self.optimizer.step((norm - norm).ne_(0.0))  # 0 where it is finite; else not a number, which is no 0: 1
+        found_inf = (norm - norm).ne_(0.0)  # 0 where it is finite; else not a number, which is no 0: 1
+        self.optimizer.step(found_inf, batch.first_sample)
+        metrics = {} if self._loss_scale is None else self._loss_scale.update(found_inf)
         if self._has_hook and bool(torch.isfinite(norm)):  # only where there is one the host waits for the number
             call_after_step(self.model)
-        return StepResult(loss_sum, norm.to(loss_sum.device))  # gradients that are offloaded are on the host
+        if self._averages is not None:  # after the hook, which may change weights
+            self._averages.update(found_inf)
+        norm = norm.to(loss_sum.device)  # gradients that are offloaded are on the host
+        return StepResult(loss_sum, norm, metrics)
 
     def evaluate(
         self, dataset: ValidationRows, batch_size: int, max_samples: int, on_batch: Callable[[], None]
     ) -> Statistics | None:
         """Return statistics of the first samples of a dataset; see `Engine.evaluate`."""
-        with self._distributed.computing():
+        with self.evaluating(), self._distributed.computing():
             scores = score(self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch)
         return None if scores is None else scores.statistics
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Let the averages of the weights, where there are any, stand in for these within the block."""
+        return contextlib.nullcontext() if self._averages is None else self._averages.in_place(self.model)
 
     def _backward(self, micro_batches: list[MicroBatch], num_terms: int) -> torch.Tensor:
         """Leave the gradients of all micro batches; return the sum of their losses, float64 on the device."""
@@ -140,13 +164,17 @@ class SpmdEngine:
                 self._distributed.accumulate(is_last=index == last)
                 loss = self._compute_loss(micro) / max(num_terms, 1)
                 self._require_as_built()
-                loss.backward()  # type: ignore[no-untyped-call]
+                self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
                 value = loss.detach().double()
                 total = value if total is None else total + value
         self._require_as_built()  # where others have stood in for the parameters, these know it now
         self._distributed.hand_over()
         assert total is not None, "a step has micro batches"
         return total
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what the backward pass begins with: the loss, times its scale where it has one."""
+        return loss if self._loss_scale is None else self._loss_scale.scale_loss(loss)
 
     def _require_as_built(self) -> None:
         """Raises UserCodeError for a parameter with a late hook, or a gradient that the optimizer does not know of."""
@@ -178,12 +206,18 @@ class SpmdEngine:
 
 
 def make_model_part(model: nn.Module, world: World) -> Part:
-    """Make the part with parameters and buffers, by the names that they have in the plain model."""
+    """Make the part with parameters and buffers, by the names that they have in the plain model.
+
+    Parameters are fp32 in it, also where they are bf16 here.
+    """
+    trained = list_parameter_names(model).items()
+    narrow = {name for parameter, names in trained if parameter.dtype == torch.bfloat16 for name in names}
 
     def save() -> dict[str, Any]:
         # A checkpoint holds the buffers of one process, and a resume gives them to all.
         buffers.require_equal(model, world)
-        return get_model_state_dict(model)
+        state: dict[str, Any] = get_model_state_dict(model)
+        return {name: value.float() if name in narrow else value for name, value in state.items()}
 
     def load(state: dict[str, Any]) -> None:
         set_model_state_dict(model, state, options=StateDictOptions(strict=True))
@@ -191,16 +225,33 @@ def make_model_part(model: nn.Module, world: World) -> Part:
     return Part(1, save, load)
 
 
-def make_optimizer_part(model: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Part:
+def make_optimizer_part(model: nn.Module, members: Sequence[SkippingOptimizer]) -> Part:
     """Make the part with what the optimizer's members keep of each parameter, by the parameter's name."""
 
     # Without torch's `param_groups`: a stage's groups are not another's, and the configuration says what is in them.
     def save() -> dict[str, Any]:
-        return {"state": get_optimizer_state_dict(model, members)["state"]} if members else {}
+        with expand(members):
+            return {"state": widen(get_optimizer_state_dict(model, members)["state"])} if members else {}
 
     def load(state: dict[str, Any]) -> None:
         if members:
-            whole = {**get_optimizer_state_dict(model, members), **state}
-            set_optimizer_state_dict(model, members, whole, options=StateDictOptions(strict=True))
+            with expand(members):
+                # In fp32 as it is: torch casts it to the format of the parameter.
+                whole = {**get_optimizer_state_dict(model, members), **state}
+                set_optimizer_state_dict(model, members, whole, options=StateDictOptions(strict=True))
 
     return Part(1, save, load)
+
+
+@contextlib.contextmanager
+def expand(members: Sequence[SkippingOptimizer]) -> Iterator[None]:
+    """Let optimizers give their states the form of checkpoints within the block."""
+    with contextlib.ExitStack() as stack:
+        for member in members:
+            stack.enter_context(member.expanded())
+        yield
+
+
+def widen(state: Any) -> Any:
+    """Make fp32 of bf16 in what an optimizer keeps."""
+    return tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype == torch.bfloat16 else value, state)

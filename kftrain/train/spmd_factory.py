@@ -27,9 +27,11 @@ from kftrain.models.modes import begin_training
 from kftrain.models.registry import build_model, find_target
 from kftrain.models.settings import ModelConfig
 from kftrain.parallel import blocks, buffers, initialize
+from kftrain.parallel.activations import CheckpointActivations, choose_checkpointed_blocks
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.context import CutSequences
 from kftrain.parallel.distributed import Distributed, Transform
+from kftrain.parallel.float8 import require_float8
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.initialize import Drawn, Scattered, Weights, construct_empty
 from kftrain.parallel.mesh import Mesh
@@ -44,10 +46,13 @@ from kftrain.tasks import build_task
 from kftrain.tasks.base import Task, task_reads_parts
 from kftrain.tasks.prepare import require_sequence_dims, tensors_of
 from kftrain.train import probe, probe_split
+from kftrain.train.averages import Averages
 from kftrain.train.completing import ExportDescription, ask_model_arguments, describe_export
 from kftrain.train.draws import PlacedDraws
-from kftrain.train.optimizer import build_optimizer, freeze
+from kftrain.train.loss_scale import LossScale
+from kftrain.train.optimizer import build_optimizer, freeze, seed_rounding
 from kftrain.train.probe import Lender
+from kftrain.train.settings import TrainConfig
 from kftrain.train.spmd import SpmdEngine
 from kftrain.trust import Trust
 
@@ -94,6 +99,10 @@ def prepare_model(
     # after distribution, since each process then fills its part only. The optimizer comes last, because it makes its
     # state of the parameters as they are by then.
     world, arguments = mesh.world, ask_model_arguments(task)
+    if config.precision.master == "bf16":
+        require_narrow_masters(config, mesh)
+    if config.precision.compute == "float8":
+        world.agree(lambda: require_float8(config.parallel, mesh.shape, world.device))
     model, weights = build_empty(config.model, arguments, world, config.run.seed)
     reader.require_readable(model)
     start = choose_initial_weights(model, weights, config, world) if before is None else weights
@@ -111,17 +120,19 @@ def prepare_model(
             value=mesh.shape.context,
             fix="set it to 1, or use a norm of each place",
         )
+    if norms.are_trained and config.train.batch_warmup:
+        what = "batch norms take all samples of a step, which would not always be as many"
+        raise ConfigError(what, where="train.batch_warmup", fix="leave it out, or use a norm of each sample")
     names, calls, seen = _try_model(model, weights, config, task.assets(), loader, mesh, norms.buffer_names)
-    recompute = config.train.activation_checkpointing == "blocks"
-    plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.micro_batch_size)
-    half = config.precision.compute == "bf16"
+    plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.most_micro_rows)
+    half = config.precision.compute != "fp32"
     parallel, said = resolve_strategy(config.parallel, model, mesh, plan.num_micro_batches, half)
     if said and world.is_main:
         to_log(said)
     for line in describe_axes_across_nodes(mesh.shape, world.places) if world.is_main else []:
         to_log(f"warning: {line}")
     require_same_samples(before.batch_norm_samples if before else None, norms, plan)
-    norms.connect(plan.num_micro_batches, recompute)
+    norms.connect(plan.num_micro_batches, config.train.activation_checkpointing in ("blocks", "selective"))
     # Whoever has built a whole model that is not used lets go of it here, with the weights.
     return PlainModel(model, start, description, names, calls, seen, combined, norms, plan, parallel)
 
@@ -140,28 +151,68 @@ def make_engine(
     `first`: transforms before those of the configuration. `names`: of the blocks that this process has; None: all.
     """
     parallel, own = plain.parallel, plain.block_names if names is None else names
-    # A stage may have no blocks, while the model has some; where it has none, recomputing refuses it.
-    recompute = config.train.activation_checkpointing == "blocks" and bool(own or not plain.block_names)
-    strategy = list_transforms(parallel, config.precision, recompute, mesh.shape, task_reads_parts(task))
+    within = list_block_transforms(config.train, plain.block_names)
+    chunk_tokens, reads_parts = config.train.loss_chunk_tokens, task_reads_parts(task)
+    if chunk_tokens and not reads_parts:
+        what, fix = "the task computes its loss and metrics from whole logits", "mark its methods by reads_parts"
+        raise ConfigError(what, where="train.loss_chunk_tokens", value=chunk_tokens, fix=f"{fix}, or set it to 0")
+    strategy = list_transforms(
+        parallel, config.precision, within, mesh.shape, reads_parts, loss_chunk_tokens=chunk_tokens
+    )
+    is_scaled = config.precision.compute == "fp16"
+    scaling = [LossScale(config.precision.loss_scale, mesh.world.device)] if is_scaled else []
     made: list[Distributed] = []
     # What one stage is refused for the others do not see.
-    mesh.world.agree(lambda: made.append(distribute(plain.model, [*first, *strategy], mesh, own)))
+    mesh.world.agree(lambda: made.append(distribute(plain.model, [*scaling, *first, *strategy], mesh, own)))
     (distributed,) = made
     plain.start.fill(distributed.roots, on_host=parallel.offload)
     draws = any(one.draws for one in plain.seen)
-    compute, is_part = DTYPES[config.precision.compute], mesh.shape.pipeline > 1
+    # Muon scales what it iterates on to 1 first: fp16 would lose small updates, bf16 has the range of fp32.
+    compute = torch.bfloat16 if is_scaled else DTYPES[config.precision.compute]
+    is_part = mesh.shape.pipeline > 1
+    optimizer = build_optimizer(plain.model, config.optimizer, own, compute, distributed.team, is_part)
+    seed_rounding(optimizer, plain.model, config.run.seed)
     engine = kind(
         distributed=distributed,
-        optimizer=build_optimizer(plain.model, config.optimizer, own, compute, distributed.team, is_part),
+        optimizer=optimizer,
         task=task,
         calls=plain.calls,
         clip_norm=config.train.gradient_clip_norm,
         combined_buffers=plain.combined,
         norms=plain.norms,
         draws=PlacedDraws(plain.model, plain.block_names, own, mesh.world.device) if draws else None,
+        averages=build_averages(plain.model, config.train),
+        loss_scale=scaling[0] if scaling else None,
     )
     engine.num_norm_samples = count_norm_samples(plain.norms, plain.plan)
     return engine
+
+
+def list_block_transforms(train: TrainConfig, names: Sequence[str]) -> list[Transform]:
+    """List what is done to single blocks. `names`: of all blocks of the model. Raises ConfigError."""
+    if train.activation_checkpointing == "none":
+        return []
+    chosen = choose_checkpointed_blocks(names, train.checkpointed_blocks)
+    return [CheckpointActivations(train.activation_checkpointing, chosen)]
+
+
+def build_averages(model: nn.Module, config: TrainConfig) -> Averages | None:
+    """Build the averages of a model's weights, where the configuration asks for them; the weights have values."""
+    return Averages(model, config.average_decay, config.average_start_steps) if config.average_decay else None
+
+
+def require_narrow_masters(config: Config, mesh: Mesh) -> None:
+    """Raises ConfigError where weights cannot be kept in bf16: another optimizer, or a layout without a proof."""
+    shape, what = mesh.shape, ""
+    if config.optimizer.kind != "adamw":
+        what = f"{config.optimizer.kind} does not round its updates by chance: in bf16 small ones would be lost"
+    if config.optimizer.state != "fp32":
+        what = "moments in eight bits are of weights in fp32"
+    if shape.size > 1 and (config.parallel.stage != "fsdp" or shape.size != shape.shard):
+        what = "weights in bf16 are for one process, or fsdp along shard alone"
+    if what:
+        fix = "set it to fp32, or use adamw with parallel.strategy: fsdp"
+        raise ConfigError(what, where="precision.master", value="bf16", fix=fix)
 
 
 def build_empty(
@@ -342,15 +393,9 @@ def _shorten_sequences(task: Task, micro: MicroBatch, parallel: ParallelConfig) 
     """
     batch = tensors_of(task, micro.arrays)
     require_sequence_dims(task, batch)
-    length = next((batch[name].shape[dim] for name, dim in task.sequence_dims.items()), None)
-    if length is None:
-        raise ConfigError(
-            "the batches of the task have no sequence that could be cut",
-            where="parallel.context",
-            value=parallel.context,
-            fix="name one in the task's sequence_dims, or set it to 1",
-        )
-    probe.shorten_sequences(task, parallel.require_chunks(length))
+    parallel.require_sequences(task.sequence_dims)
+    name, dim = next(iter(task.sequence_dims.items()))
+    probe.shorten_sequences(task, parallel.require_chunks(batch[name].shape[dim]))
 
 
 def _look_at_rows(mesh: Mesh, weights: Weights, micro: MicroBatch, look: Callable[[MicroBatch, int], T]) -> list[T]:

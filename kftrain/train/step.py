@@ -25,6 +25,7 @@ from kftrain.core.plugins import user_code
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.models.output import split_output
+from kftrain.parallel.chunked_logits import compute_within
 from kftrain.parallel.sequences import WHOLE_SEQUENCES, SequenceCut
 from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import arguments_of, tensors_of
@@ -189,8 +190,10 @@ def compute_loss_sum(
     inputs = arguments_of(task, tensors.batch)
     with user_code("model.forward"):
         give_row_weights(model, tensors.weight)
-        returned = model(*inputs)
-    return finish_loss_sum(returned, task, tensors, cut)
+        loss: torch.Tensor = compute_within(
+            model, inputs, lambda returned: finish_loss_sum(returned, task, tensors, cut)
+        )
+        return loss
 
 
 def give_row_weights(model: Any, weights: torch.Tensor) -> None:

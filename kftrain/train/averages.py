@@ -1,0 +1,89 @@
+"""Moving averages of the weights, which evaluation and export take in the place of the weights of the last step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from kftrain.parallel.distributed import Part
+from kftrain.parallel.sharded import local
+from kftrain.train.optimizer import list_parameter_names
+
+
+class Averages:
+    """An exponential moving average of each parameter that is trained, in fp32, cut over processes as the parameter is.
+
+    As `torch.optim.swa_utils` computes it: the first average is the weights, a later one moves by `1 - decay` towards
+    the weights of its step. Each process averages its own parts, so nothing is exchanged. Buffers have no averages.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, start_steps: int) -> None:
+        """Begin with the weights of now, which the averages follow for `start_steps` steps more."""
+        self._names = {weight: names for weight, names in list_parameter_names(model).items() if weight.requires_grad}
+        self._weights = list(self._names)
+        self._averages = [weight.detach().to(torch.float32, copy=True) for weight in self._weights]
+        device = local(self._averages[0]).device if self._averages else None
+        self._num_steps = torch.zeros((), device=device)
+        """Number of steps that were not skipped: on the device, as the decision to skip one is."""
+        self._decay = decay
+        self._start_steps = start_steps
+
+    @torch.no_grad()
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Move the averages to the weights that a step has left; they stay where `found_inf` is 1."""
+        if not self._averages:
+            return
+        counts = 1.0 - found_inf.to(self._num_steps.device)
+        self._num_steps.add_(counts)
+        # 1 up to the first step after the start, which copies the weights; and 0 for a skipped one.
+        share = torch.rsub(self._num_steps, self._start_steps + 2.0).clamp_(1.0 - self._decay, 1.0).mul_(counts)
+        weights = [local(weight).float() for weight in self._weights]
+        torch._foreach_lerp_([local(average) for average in self._averages], weights, [share] * len(weights))
+
+    @contextlib.contextmanager
+    def in_place(self, model: nn.Module) -> Iterator[None]:
+        """Give the model the averages as its weights within the block, which may compute but not train."""
+        # A copy of the weights, and no exchange of the two: their formats may differ, and nothing may be rounded.
+        weights = [local(weight.detach()) for weight in self._weights]
+        kept = [weight.clone() for weight in weights]
+        _copy(weights, [local(average) for average in self._averages])
+        try:
+            yield
+        finally:
+            _copy(weights, kept)
+            # Units that stay whole after a forward pass hold averages; a step would take them for the weights.
+            for unit in model.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+
+    def make_part(self) -> Part:
+        """Make the part of a checkpoint: the averages by the names of their parameters."""
+
+        def save() -> dict[str, Any]:
+            named = zip(self._names.values(), self._averages, strict=True)
+            weights = {name: average for names, average in named for name in names}
+            return {"num_steps": self._num_steps, "weights": weights}
+
+        def load(state: dict[str, Any]) -> None:
+            self._num_steps.copy_(state["num_steps"])
+            saved = [local(state["weights"][names[0]]) for names in self._names.values()]
+            _copy([local(average) for average in self._averages], saved)
+
+        return Part(1, save, load, is_optional=True, begin=self._begin)
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Begin with the weights of a checkpoint."""
+        _copy([local(average) for average in self._averages], [local(weight) for weight in self._weights])
+        self._num_steps.fill_(self._start_steps)
+
+
+@torch.no_grad()
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for target, value in zip(into, values, strict=True):
+        target.copy_(value)

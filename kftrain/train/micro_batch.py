@@ -1,0 +1,209 @@
+"""Finds the micro batch for `train.micro_batch_size: auto`: the largest whose activations fit into free memory.
+
+Each process computes the loss of one row and of two, with its gradients, in a model of its own without weights (all
+are one zero), and counts the bytes that operations take meanwhile. Two sizes make a line, whose slope is the bytes of
+a row; what the layout keeps of the model is known without trying. So no size is tried that does not fit, which on a
+CPU would end the process; and no process waits for another, but once, to learn the smallest answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import to_log
+from kftrain.data.loader import MicroBatch
+from kftrain.data.order import BatchPlan
+from kftrain.errors import ConfigError
+from kftrain.models.registry import build_model
+from kftrain.parallel import blocks, initialize
+from kftrain.parallel.chunked_logits import ChunkLogits
+from kftrain.parallel.distributed import Distributed
+from kftrain.parallel.formats import DTYPES, cast_inputs
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.strategies import estimate_state_bytes
+from kftrain.process.machine import read_available_bytes
+from kftrain.run import documents
+from kftrain.run.documents import MicroBatchChoice
+from kftrain.tasks.base import Task
+from kftrain.train import probe
+from kftrain.train.completing import ask_model_arguments
+from kftrain.train.optimizer import freeze
+from kftrain.train.reading import Training, open_loader
+from kftrain.train.spmd_factory import list_block_transforms
+from kftrain.train.step import compute_loss_sum, count_loss_terms, receive_tensors
+
+WHERE = "train.micro_batch_size"
+
+USED_SHARE = 0.8
+"""Share of the free memory that a micro batch may take with the state: allocators leave holes, and libraries take
+memory of their own."""
+
+
+def resolve_micro_batch(training: Training, mesh: Mesh) -> Training:
+    """Return the training with a number in place of `auto`: the one of the run's last attempt in this layout, if any.
+
+    Collective. Raises ConfigError where not one row fits, or an axis splits the model.
+    """
+    config, shape = training.config, mesh.shape
+    if config.train.micro_batch_size != "auto":
+        return training
+    if shape.size != shape.replicate * shape.num_shards or shape.expert > 1:
+        what = "auto measures the whole model, which the processes split"
+        raise ConfigError(what, where=WHERE, value="auto", fix="set a number, or use no axis but shard and replicate")
+    uri, layout = training.paths.micro_batch, storage.digest_json(_describe_layout(config, mesh))
+    known = documents.read_if_exists(MicroBatchChoice, uri) if mesh.world.is_main else None
+    rows = mesh.world.from_main(known.rows if known and known.layout == layout else 0)
+    if not rows:
+        own = list[int]()
+        mesh.world.agree(lambda: own.append(find_rows(training, mesh)))
+        rows = min(mesh.world.gather(own[0]))
+        if mesh.world.is_main:
+            storage.publish_json(uri, MicroBatchChoice(rows=rows, layout=layout).to_dict())
+            to_log(f"{WHERE}: auto takes {rows}")
+    train = config.train.model_copy(update={"micro_batch_size": rows})
+    return dataclasses.replace(training, config=config.model_copy(update={"train": train}))
+
+
+def _describe_layout(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Describe what the answer depends on, beside the model."""
+    train = config.train.model_dump(mode="json", include={"activation_checkpointing", "checkpointed_blocks"})
+    sections = {"parallel": config.parallel.model_dump(mode="json"), "precision": config.precision.compute}
+    chunk, device = config.train.loss_chunk_tokens, mesh.world.device.type
+    return {**train, **sections, "processes": mesh.world.size, "chunk": chunk, "device": device}
+
+
+def find_rows(training: Training, mesh: Mesh) -> int:
+    """Return the rows of a micro batch that fits here. Not collective. Raises ConfigError where not one does."""
+    device, share = mesh.world.device, BatchPlan(training.config.train.global_batch_size, mesh.num_data_ranks)
+    num_tried = min(2, share.micro_batch_rows)
+    model = _build_model(training, mesh)
+    micro = _read_rows(training, mesh, num_tried)
+    peaks = [
+        _measure_peak(model, training.task, probe.take_first_rows(micro, count), device) for count in (1, num_tried)
+    ]
+    row_bytes = max(peaks[1] - peaks[0], 1)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else read_available_bytes() / _count_neighbours()
+    state_bytes = _count_state_bytes(training.config, model, mesh)
+    return choose_rows(share.micro_batch_rows, row_bytes, peaks[0] - row_bytes + state_bytes, free)
+
+
+def _read_rows(training: Training, mesh: Mesh, count: int) -> MicroBatch:
+    """Read a micro batch of the first rows of this process."""
+    train = training.config.train.model_copy(update={"micro_batch_size": count})
+    trying = dataclasses.replace(training, config=training.config.model_copy(update={"train": train}))
+    count_terms = functools.partial(count_loss_terms, training.task)
+    with (
+        contextlib.closing(open_loader(trying, mesh.num_data_ranks, mesh.data_rank, count_terms)) as loader,
+        contextlib.closing(loader.steps(0, 1)) as steps,
+    ):
+        return next(steps).micro_batches[0]
+
+
+def _build_model(training: Training, mesh: Mesh) -> nn.Module:
+    """Build the model in the format of the computation; its parameters are views of one zero, and keep no gradients."""
+    config, device, dtype = training.config, mesh.world.device, DTYPES[training.config.precision.compute]
+    arguments = ask_model_arguments(training.task)
+    model = initialize.construct_empty(lambda: build_model(config.model, arguments))
+    for slots in initialize.places_of(model).values():
+        old = initialize.stored_parameter(slots[0])
+        initialize.put_all(
+            slots, initialize.parameter_like(old, torch.zeros((), dtype=dtype, device=device).expand(old.shape))
+        )
+    freeze(model, config.optimizer.groups)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # as sharding does it, a unit's at a time
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        module._buffers.update(
+            {name: buffer if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()}
+        )
+    candidates = blocks.find_candidates(model)
+    names = candidates.names if candidates.declared else []
+    cast_inputs(model, names, dtype)
+    chunks = [ChunkLogits(config.train.loss_chunk_tokens)] if config.train.loss_chunk_tokens else []
+    for transform in [*chunks, *list_block_transforms(config.train, names)]:
+        transform.apply(Distributed(model, mesh), names)
+    return model
+
+
+def _measure_peak(model: nn.Module, task: Task, micro: MicroBatch, device: torch.device) -> int:
+    """Measure the bytes that the loss of some rows and its gradients take at the most, parameters not counted."""
+    tensors = receive_tensors(task, micro, device)
+    with probe.isolate((0, 0), device), CountedBytes() as counted:
+        compute_loss_sum(model, task, tensors).backward()  # type: ignore[no-untyped-call]
+    peak_bytes: int = counted.peak_bytes
+    return peak_bytes
+
+
+class CountedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the memory of the tensors that operations within the block make, as long as these live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._bytes: dict[int, int] = {}
+        """Address of a storage -> its bytes."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        made = operation(*arguments, **(keywords or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((arguments, keywords)) if _has_memory(leaf)}
+        for memory in [leaf.untyped_storage() for leaf in tree_leaves(made) if _has_memory(leaf)]:
+            key = memory._cdata
+            if key not in given and key not in self._bytes:
+                self._bytes[key] = memory.nbytes()
+                weakref.finalize(memory, self._bytes.pop, key, None)
+        self.peak_bytes = max(self.peak_bytes, sum(self._bytes.values()))
+        return made
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _has_memory(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_meta
+
+
+def _count_state_bytes(config: Config, model: nn.Module, mesh: Mesh) -> int:
+    """Count the bytes of parameters, gradients and optimizer state of a process."""
+    parameter_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    strategy = "ddp" if mesh.shape.num_shards == 1 else config.parallel.stage
+    half = config.precision.compute != "fp32"
+    return estimate_state_bytes(strategy, parameter_bytes, mesh.shape.num_shards, accumulates=True, half=half)
+
+
+def _count_neighbours() -> int:
+    """Count the processes that share this machine's memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def choose_rows(share: int, row_bytes: int, fixed_bytes: int, free_bytes: float) -> int:
+    """Return the rows of the largest micro batch that fits, as a process's share is cut into equal ones.
+
+    Args:
+        share: Rows of a process in a step.
+        row_bytes: Bytes that each row of a micro batch takes.
+        fixed_bytes: Bytes that it takes whatever its rows.
+        free_bytes: Bytes that there are, of which `USED_SHARE` may be taken.
+
+    Raises ConfigError where not one row fits.
+    """
+    fitting = min(share, int((USED_SHARE * free_bytes - fixed_bytes) // row_bytes))
+    if fitting < 1:
+        need, have = (f"{count / 2**30:.3g} GiB" for count in (fixed_bytes + row_bytes, USED_SHARE * free_bytes))
+        what = f"one row needs {need}, of which {have} may be taken"
+        fix = "use train.activation_checkpointing, train.loss_chunk_tokens or more processes"
+        raise ConfigError(what, where=WHERE, value="auto", fix=fix)
+    return -(-share // -(-share // fitting))
