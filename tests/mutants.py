@@ -38,6 +38,34 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a loss by chunks counts padding",
+        "kftrain/parallel/chunked_logits.py",
+        "ignore_index=ignored",
+        "ignore_index=-100",
+        "tests/unit/parallel/test_chunked_logits.py -k whole_logits",
+    ),
+    Mutant(
+        "each chunk's gradient of the matrix replaces those before it",
+        "kftrain/parallel/chunked_logits.py",
+        "total += more",
+        "total.copy_(more)",
+        "tests/unit/parallel/test_chunked_logits.py -k weighted",
+    ),
+    Mutant(
+        "all matrix products are computed again",
+        "kftrain/parallel/activations.py",
+        "kept = bool(next(numbers) % PRODUCTS_TO_ONE_RECOMPUTED)",
+        "kept = False",
+        "tests/unit/parallel/test_activations.py -k formula",
+    ),
+    Mutant(
+        "each process takes its own micro batch",
+        "kftrain/train/micro_batch.py",
+        "rows = min(mesh.world.gather(own[0]))",
+        "rows = own[0]",
+        "tests/unit/train/test_micro_batch.py -k smallest",
+    ),
+    Mutant(
         "a document that is nested deeply overflows its reader",
         "kftrain/core/storage.py",
         "except (ValueError, RecursionError) as cause:",
@@ -279,23 +307,67 @@ MUTANTS = [
     Mutant(
         "a non-finite step updates all the same",
         "kftrain/train/spmd.py",
-        "self.optimizer.step((norm - norm).ne_(0.0))",
-        "self.optimizer.step(torch.zeros(()))",
+        "        self.optimizer.step(found_inf,",
+        "        self.optimizer.step(torch.zeros(()),",
         "tests/unit/train/test_step.py",
     ),
     Mutant(
         "the host waits for each step",
         "kftrain/train/spmd.py",
-        "        self.optimizer.step((norm",
-        "        if bool(norm >= 0):\n            self.optimizer.step((norm",
+        "        self.optimizer.step(found_inf,",
+        "        if bool(norm >= 0):\n            self.optimizer.step(found_inf,",
         "tests/unit/train/test_spmd.py -k reads_no_number",
     ),
     Mutant(
         "a checkpoint with parts that nobody knows is loaded",
         "kftrain/train/loop.py",
-        "        self._engine.state.require_same(loaded.manifest.parts, loaded.uri)\n",
+        "        self._engine.state.require_same(parts, loaded.uri)\n",
         "",
         "tests/unit/train/test_loop.py",
+    ),
+    Mutant(
+        "a resume forgets the moments of a checkpoint",
+        "kftrain/train/eight_bit.py",
+        "            for parameter in self._blocks:\n"
+        "                self.state[parameter] = self._quantize(parameter, self.state[parameter])\n",
+        "            for parameter in self._blocks:\n"
+        '                self.state[parameter] = {"step": self.state[parameter]["step"]}\n',
+        "tests/unit/train/test_eight_bit.py -k same_layout",
+    ),
+    Mutant(
+        "the largest number of a block is not exact where it is negative",
+        "kftrain/train/eight_bit.py",
+        "scales = flat.gather(1, flat.abs().argmax(1, keepdim=True))",
+        "scales = flat.abs().amax(1, keepdim=True)",
+        "tests/unit/train/test_eight_bit.py -k half_a_step",
+    ),
+    Mutant(
+        "a resume takes steps of growing batches for equal ones",
+        "kftrain/data/batch_sizes.py",
+        "        return position + (num_steps - first) * size",
+        "        return num_steps * size",
+        "tests/unit/data/test_batch_sizes.py",
+    ),
+    Mutant(
+        "averages move in a skipped step",
+        "kftrain/train/spmd.py",
+        "self._averages.update(found_inf)",
+        "self._averages.update(torch.zeros(()))",
+        "tests/unit/train/test_averages.py -k skipped",
+    ),
+    Mutant(
+        "averages do not know how many steps they are of after a resume",
+        "kftrain/train/averages.py",
+        '            self._num_steps.copy_(state["num_steps"])\n',
+        "            self._num_steps.zero_()\n",
+        "tests/unit/train/test_averages.py -k after_a_resume",
+    ),
+    Mutant(
+        "the weights of the last step are exported, and not their averages",
+        "kftrain/checkpoint/exporting.py",
+        "averages if name in averages.forms else model for",
+        "model for",
+        "tests/unit/train/test_averages.py -k exported",
     ),
     Mutant(
         "gradients of micro batches are summed in the format of the computation",
@@ -314,9 +386,9 @@ MUTANTS = [
     Mutant(
         "AdamW keeps the memory that its parameters had at the first step",
         "kftrain/train/optimizer_kinds.py",
-        "        torch._fused_adamw_(\n            [local(parameter) for parameter in parameters],\n",
-        "        torch._fused_adamw_(\n"
-        "            vars(self).setdefault(str(id(group)), [local(each.detach()) for each in parameters]),\n",
+        '        weights, moments = [local(parameter) for parameter in parameters], ("exp_avg", "exp_avg_sq")\n',
+        '        moments = ("exp_avg", "exp_avg_sq")\n'
+        "        weights = vars(self).setdefault(str(id(group)), [local(each.detach()) for each in parameters])\n",
         "tests/unit/train/test_optimizer_adamw.py -k other_memory",
     ),
     Mutant(
@@ -399,7 +471,7 @@ MUTANTS = [
     Mutant(
         "a loss is multiplied by the number of processes, and their sum divided by it",
         "kftrain/train/spmd.py",
-        "                loss.backward()  # type: ignore[no-untyped-call]\n",
+        "                self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]\n",
         "                (loss * self.mesh.world.size).backward()\n"
         "                self._distributed.after_backward = [lambda: [each.grad.div_(self.mesh.world.size)\n"
         "                    for each in self._parameters if each.grad is not None]]\n",
@@ -425,6 +497,27 @@ MUTANTS = [
         "        dist.all_reduce(total, group=self._group)\n",
         "",
         "tests/distributed/test_parity_pipeline.py -k '2-pipeline and gpipe'",
+    ),
+    Mutant(
+        "a stage sends tensors of any shape into memory for the first ones",
+        "kftrain/train/stage_modules.py",
+        "        if forms != self._forms:\n",
+        "        if len(forms) != len(self._forms):\n",
+        "tests/unit/train/test_stage_modules.py",
+    ),
+    Mutant(
+        "nobody asks before the data is sharded whether each process has as many experts",
+        "kftrain/parallel/settings.py",
+        'require_equal_parts("num_experts", num_experts, self.expert, axis="expert")',
+        'require_equal_parts("num_experts", num_experts, 1, axis="expert")',
+        "tests/unit/stages/test_sizes_that_do_not_fit.py -k axis",
+    ),
+    Mutant(
+        "experts choose in the format of the rest",
+        "kftrain/models/mixture_of_experts.py",
+        "logits = F.linear(rows.float(), self.weight.float())",
+        "logits = F.linear(rows, self.weight).float()",
+        "tests/unit/models/test_mixture_of_experts.py",
     ),
     Mutant(
         "weights whose gradients come apart from those of inputs are taken for unused",
@@ -478,30 +571,72 @@ MUTANTS = [
     Mutant(
         "auto forgets the gradients of all micro batches",
         "kftrain/parallel/strategies.py",
-        "gathered + (parameter_bytes if accumulates else 0)",
+        'gathered + (parameter_bytes if accumulates and strategy != "zero2" else 0)',
         "gathered",
         "tests/unit/parallel/test_strategies.py",
     ),
     Mutant(
         "the learning rate comes one step late",
         "kftrain/train/loop.py",
-        "rate = compute_learning_rate(self._config.optimizer, step, self._config.train.steps)",
-        "rate = compute_learning_rate(self._config.optimizer, max(step - 1, 0), self._config.train.steps)",
+        "self._engine.set_learning_rate(self._find_rate(step))",
+        "self._engine.set_learning_rate(self._find_rate(max(step - 1, 0)))",
         "tests/unit/train/test_loop.py",
     ),
     Mutant(
         "the learning rate is never set",
         "kftrain/train/loop.py",
-        "        self._engine.set_learning_rate(rate)\n",
+        "        self._engine.set_learning_rate(self._find_rate(step))\n",
         "",
         "tests/unit/train/test_loop.py",
     ),
     Mutant(
         "skipped steps are not counted",
         "kftrain/train/loop.py",
-        "0 if math.isfinite(self._gradient_norm) else self._num_nonfinite + 1",
-        "0",
+        "            self._num_nonfinite += 1",
+        "            self._num_nonfinite += 0",
         "tests/unit/train/test_loop.py",
+    ),
+    Mutant(
+        "a step that is skipped above the least scale counts as one that diverges",
+        "kftrain/train/loop.py",
+        "elif scale <= minimum:",
+        "else:",
+        "tests/distributed/test_parity_precision.py -k least_scale",
+    ),
+    Mutant(
+        "a scale never falls",
+        "kftrain/train/loss_scale.py",
+        "BACKOFF_FACTOR = 0.5",
+        "BACKOFF_FACTOR = 1.0",
+        "tests/unit/train/test_loss_scale.py",
+    ),
+    Mutant(
+        "a scale falls below the least one",
+        "kftrain/train/loss_scale.py",
+        "        self._scale.clamp_(min=self._config.minimum)\n",
+        "",
+        "tests/unit/train/test_loss_scale.py -k least_one",
+    ),
+    Mutant(
+        "a hook of the model hides an overflow",
+        "kftrain/train/spmd.py",
+        "counted = [*counted, self._loss_scale.overflow]",
+        "pass",
+        "tests/distributed/test_parity_precision.py -k hooks",
+    ),
+    Mutant(
+        "the loss of a pipeline is told with its scale",
+        "kftrain/train/pipelined.py",
+        "return total if self._loss_scale is None else self._loss_scale.unscale_sum(total)",
+        "return total",
+        "tests/distributed/test_parity_precision.py -k 'row and 2-pipeline and overflows'",
+    ),
+    Mutant(
+        "weights in bf16 are rounded to the nearest",
+        "kftrain/train/rounding.py",
+        "    bits = values.contiguous().view(torch.int32) + chances\n",
+        "    bits = values.contiguous().view(torch.int32) + (chances * 0 + (1 << 15))\n",
+        "tests/unit/train/test_rounding.py",
     ),
     Mutant(
         "steps are not seeded: dropout differs after a resume",
@@ -1539,6 +1674,13 @@ MUTANTS = [
         "            self.streams.wait(self.event)\n",
         "",
         "tests/unit/train/test_carrier.py",
+    ),
+    Mutant(
+        "of equal exports of two runs only the newer one's model is seen",
+        "kftrain/tracking/model_client.py",
+        "        models = [model for model in models if model.source_run_id == run_id]\n",
+        "",
+        "tests/unit/registry/test_identical.py -k at_once",
     ),
     Mutant(
         "each file is a part",

@@ -60,7 +60,7 @@ def build_and_save(world, paths, options):
         model, weights = build_empty(settings.model, arguments, world, 0)
         mesh, names = Mesh(settings.parallel.shape(world.size), world), blocks.find_candidates(model).names
         unit = max(sum(each.numel() for each in model.get_submodule(name).parameters()) for name in names)
-        strategy = list_transforms(settings.parallel, settings.precision, False, mesh.shape)
+        strategy = list_transforms(settings.parallel, settings.precision, [], mesh.shape)
         distribute(model, strategy, mesh, names)
         weights.fill(model)
     whole = sum(each.numel() for each in model.parameters())

@@ -44,6 +44,7 @@ IMPORTERS = {
     "cli/run.py": "looks whether kfp is there",
     "cli/init.py": "looks whether the name of a folder is free",
     "tracking/client.py": "looks whether mlflow is there",
+    "parallel/float8.py": "looks whether torchao is there",
 }
 """Who may import or evaluate by name, and why that is no name from a document."""
 
@@ -57,6 +58,7 @@ COMPUTED_ATTRIBUTES = {
     *("process/liveness.py", "tasks/base.py", "tasks/registry.py", "report/comparison.py", "parallel/mesh.py"),
     *("parallel/settings.py", "parallel/tensor_plan.py", "parallel/buffers.py", "parallel/topology.py"),
     *("train/settings.py", "train/probe.py", "registry/gate.py", "sharding/mixing.py", "data/settings.py"),
+    "parallel/activations.py",
     *("sharding/sources/user.py", "schedule/spec.py", "run/error.py", "launch/kubernetes/diagnosis.py"),
 }
 """Who takes attributes by names that stand elsewhere in the source, or, in trust.py alone, in a document."""

@@ -69,6 +69,17 @@ class Stack(nn.Module):
         return self.leave(x)
 
 
+class Wide(Stack):
+    """A matrix of more numbers than all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(DIM, 1024)
+
+    def forward(self, x):
+        return super().forward(x) + self.wide(x).mean(-1, keepdim=True)
+
+
 class Experts(Stack):
     """A plain mixture: an expert for positive rows, one for negative ones, one that nobody wants; a spare matrix."""
 

@@ -188,6 +188,8 @@ class Case:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     rate: Callable[[int], float] = warmup_cosine
     batch: int = 6
+    batches: tuple[int, ...] = ()
+    """Rows of each step, where they are not `batch`."""
     clip: float = 2.0
     base: str = BASE
     """What kftrain is told."""
@@ -195,6 +197,8 @@ class Case:
     """Weights are rounded for forward and backward pass; each part's gradients are summed in fp32."""
     sums_in_bf16: bool = False
     """Their sums are rounded, too."""
+    loop: Callable[..., "Curve"] | None = None
+    """Stands in for `run` where the loop is another one; it takes the same."""
 
 
 @dataclass(frozen=True)
@@ -208,21 +212,28 @@ class Curve:
     """Parameters and buffers at the end."""
 
 
-def run(case, first_weights, parts=None):
-    """The curve of a case. `parts`: places in each batch that are computed at a time; None: all at once."""
+def run(case, first_weights, parts=None, parts_of_stacks=None):
+    """The curve of a case. `parts`: places in each batch that are computed at a time; None: all at once.
+
+    `parts_of_stacks`: the same for the gradients of three-dimensional parameters, where those are others.
+    """
+    if case.loop:
+        return case.loop(case, first_weights, parts)
     network = case.network()
     network.load_state_dict({name: torch.tensor(value) for name, value in first_weights.items()})
     network.train()
     optimizer, data = case.optimizer(network), case.data()
     num_rows, losses, norms, rates = len(next(iter(data.values()))), [], [], []
     for step in range(STEPS):
-        places = (np.arange(case.batch) + step * case.batch) % num_rows
+        size = case.batches[step] if case.batches else case.batch
+        places = (np.arange(size) + (sum(case.batches[:step]) if case.batches else step * size)) % num_rows
         batch = {name: rows[places] for name, rows in data.items()}
-        total = 0.0
-        for part in parts or [list(range(case.batch))]:
-            total += backward(
-                case, network, {name: rows[list(part)] for name, rows in batch.items()}, case.terms(batch)
-            )
+        total, num_terms = 0.0, case.terms(batch)
+        for part in parts or [list(range(size))]:
+            rows = {name: rows[list(part)] for name, rows in batch.items()}
+            total += backward(case, network, rows, num_terms, (1, 2) if parts_of_stacks else (1, 2, 3, 4))
+        for part in parts_of_stacks or []:
+            backward(case, network, {name: rows[list(part)] for name, rows in batch.items()}, num_terms, (3,))
         found = [each.grad for each in network.parameters() if each.grad is not None]
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in found))
         if case.clip:
@@ -240,8 +251,8 @@ def run(case, first_weights, parts=None):
     return Curve(losses, norms, rates, {name: value.detach() for name, value in network.state_dict().items()})
 
 
-def backward(case, network, rows, num_terms):
-    """Adds the gradients of some rows; their part of the mean loss."""
+def backward(case, network, rows, num_terms, dims=(1, 2, 3, 4)):
+    """Adds the gradients of some rows, of parameters with so many dims in bf16; their part of the mean loss."""
     if not case.bf16:
         loss = case.loss(network, rows) / num_terms
         loss.backward()
@@ -249,6 +260,8 @@ def backward(case, network, rows, num_terms):
     rounded = {name: each.detach().bfloat16().requires_grad_() for name, each in network.named_parameters()}
     loss = case.loss(lambda *inputs: torch.func.functional_call(network, rounded, inputs), rows) / num_terms
     for parameter, found in zip(network.parameters(), torch.autograd.grad(loss, list(rounded.values())), strict=True):
+        if found.dim() not in dims:
+            continue
         total = found.float() if parameter.grad is None else parameter.grad + found.float()
         parameter.grad = total.bfloat16().float() if case.sums_in_bf16 else total
     return float(loss.detach())

@@ -5,7 +5,10 @@ import math
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "distributed"
-TESTS = [FOLDER / f"test_parity{axis}.py" for axis in ("", "_pipeline", "_context", "_experts")]
+TESTS = [
+    FOLDER / f"test_parity{axis}.py"
+    for axis in ("", "_pipeline", "_context", "_experts", "_precision", "_averages", "_batches", "_memory")
+]
 """Files of tests, each with a `TABLE` of rows, and what is `REFUSED`."""
 
 CUT_AXES = ("context", "tensor", "pipeline")
@@ -13,11 +16,17 @@ CUT_AXES = ("context", "tensor", "pipeline")
 
 OPTIONS = {
     "train.micro_batch_size": "micro batches",
-    "train.activation_checkpointing": "recomputed blocks",
+    "train.activation_checkpointing": {
+        "blocks": "recomputed blocks",
+        "selective": "selective recomputation",
+        "offload": "activations on the host",
+    },
+    "train.checkpointed_blocks": "chosen blocks",
+    "train.loss_chunk_tokens": "losses by chunks",
     "parallel.exchange": "exchange of each micro batch",
     "parallel.sequence_parallel": "whole sequences",
 }
-"""Override -> what it is called among the things that a layout was proven with."""
+"""Override -> what it, or each value of it, is called among the things that a layout was proven with."""
 
 
 def table():
@@ -26,7 +35,7 @@ def table():
     table, refused = ([row for module in modules for row in getattr(module, name)] for name in ("TABLE", "REFUSED"))
     lines = ["| layout | processes | beside the plain case | losses and norms | weights |", "|---|---|---|---|---|"]
     for layout, rows in by_layout(table).items():
-        exact = [row for row in rows if not row.case.bf16]
+        exact = [row for row in rows if not row.case.bf16 and row.case.loop is None]
         sizes = ", ".join(map(str, sorted({row.processes for row in rows})))
         figures = (f"{max(row.tolerance for row in exact):g}", f"{max(row.weight_tolerance for row in exact):g}")
         lines.append(f"| {layout} | {sizes} | {', '.join(proven(rows)) or '-'} | {' | '.join(figures)} |")
@@ -68,11 +77,16 @@ def name_of(row):
 
 def proven(rows):
     """What rows have beside the plain case of a language model."""
-    options = {OPTIONS[key] for row in rows for key in settings_of(row) if key in OPTIONS}
+    options = {name_option(*setting) for row in rows for setting in settings_of(row).items() if setting[0] in OPTIONS}
     options |= {schedule for row in rows if (schedule := settings_of(row).get("parallel.schedule"))}
     cases = {row.case.name for row in rows if row.case.name != "llama"}
     uneven = {"uneven shares" for row in rows if row.case.batch % data_ranks(row)}
     return [*sorted(options | uneven), *sorted(cases)]
+
+
+def name_option(key, value):
+    name = OPTIONS[key]
+    return name if isinstance(name, str) else name[value]
 
 
 def data_ranks(row):

@@ -1,9 +1,10 @@
 """What one process does for a row of the table of parity: trains as a worker does, on rows that are in memory."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -43,6 +44,8 @@ class Trained:
     first_weights: dict[str, np.ndarray]
     history: list[dict[str, float]]
     weights: dict[str, np.ndarray]
+    averages: dict[str, np.ndarray] = field(default_factory=dict)
+    """What the model has while it is evaluated, where there are averages."""
 
 
 class Rows:
@@ -54,6 +57,12 @@ class Rows:
 
     def read(self, samples):
         return {name: array[samples] for name, array in self.arrays.items()}
+
+    def read_range(self, start, stop):
+        return self.read(np.arange(start, stop)), self.group_of(np.arange(start, stop))
+
+    def group_of(self, samples):
+        return samples
 
     def locate(self, positions):
         return positions % self.num_samples
@@ -92,9 +101,18 @@ def _train(world, job):
         first = whole(engine.model, is_cut)
         recorder = Recorder([], None, resolved.train.steps)
         liveness = Liveness(lambda: None, COLLECTIVE_SECONDS)
-        Loop(resolved, world, engine, loader, None, NoWriter(), recorder, StopRequest(), liveness).run(0)
-        last = whole(engine.model, is_cut)
-    return Trained(first, recorder.history, last) if world.is_main else None
+        rows = Rows(job.data())
+        Loop(resolved, world, engine, loader, rows, NoWriter(), recorder, StopRequest(), liveness).run(0)
+        trained = Trained(first, recorder.history, whole(engine.model, is_cut), averages_of(engine, resolved, is_cut))
+    return trained if world.is_main else None
+
+
+def averages_of(engine, resolved, shared_is_equal=False):
+    """What an evaluation computes with; nothing where there are no averages. Collective."""
+    if not resolved.train.average_decay:
+        return {}
+    with engine.evaluating():
+        return whole(engine.model, shared_is_equal)
 
 
 def new_loader(resolved, task, mesh, arrays):
@@ -102,9 +120,8 @@ def new_loader(resolved, task, mesh, arrays):
     rows, settings = Rows(arrays), resolved.train
     plan = BatchPlan(settings.global_batch_size, mesh.num_data_ranks, settings.micro_batch_size)
     send = Carrier.to(mesh.world.device, task).send
-    return TrainLoader(
-        rows, rows, plan, mesh.data_rank, Tuning(0), lambda micro: count_loss_terms(task, micro), send=send
-    )
+    count, sizes = (lambda micro: count_loss_terms(task, micro)), settings.batch_sizes
+    return TrainLoader(rows, rows, plan, mesh.data_rank, Tuning(0), count, send=send, sizes=sizes)
 
 
 def whole(model, shared_is_equal=False):
@@ -115,6 +132,7 @@ def whole(model, shared_is_equal=False):
     own = {}
     for name, value in get_model_state_dict(model).items():
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         own[name] = tensor.detach().cpu().numpy().copy()
     everyones = [{}] * dist.get_world_size()
     dist.all_gather_object(everyones, own)

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from helpers.parity.rank import COLLECTIVE_SECONDS, Trained, new_loader, whole
+from helpers.parity.rank import COLLECTIVE_SECONDS, Trained, averages_of, new_loader, whole
 
 from kftrain import config
 from kftrain.checkpoint import load
@@ -34,6 +34,11 @@ class StopAfter(StopRequest):
 
 def attempt(world, job, folder, num_steps):
     """Goes on with what lies in the folder, if anything, for so many steps at most; what came of it."""
+    with job.defect():
+        return _attempt(world, job, folder, num_steps)
+
+
+def _attempt(world, job, folder, num_steps):
     resolved = config.parse(job.text, [*job.overrides, f"run.storage_root={folder}"])
     paths, identity = RunPaths.of(folder, "r"), resolved.training_identity("d")
     number = world.from_main(
@@ -51,5 +56,5 @@ def attempt(world, job, folder, num_steps):
         loop = Loop(resolved, world, engine, loader, None, writer, recorder, StopAfter(num_steps), liveness)
         with contextlib.suppress(Preempted), contextlib.closing(writer):
             loop.run(loop.resume(loaded))
-        last = whole(engine.model)
-    return Trained(first, recorder.history, last) if world.is_main else None
+        trained = Trained(first, recorder.history, whole(engine.model), averages_of(engine, resolved))
+    return trained if world.is_main else None

@@ -30,7 +30,7 @@ def spread(world, uri, digest, shape, during=lambda: None):
     slots = filling.ModelSlots(empty.model)
     mesh = Mesh(ParallelConfig(**shape).shape(world.size), world)
     names = [name for name, module in empty.model.named_modules() if module in set(empty.model.blocks())]
-    strategy = list_transforms(ParallelConfig(**shape), PrecisionConfig(), False, mesh.shape)
+    strategy = list_transforms(ParallelConfig(**shape), PrecisionConfig(), [], mesh.shape)
     model = distribute(empty.model, strategy, mesh, names).model
     verify = commit.verify_files
 

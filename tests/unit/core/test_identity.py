@@ -68,7 +68,11 @@ def test_a_key_without_a_mark_or_with_two_is_noticed():
     assert find_unmarked(Wider) == ["ema", "both"]
 
 
-@pytest.mark.parametrize("path", [path for path in SECTIONS if "mixture" not in path and path != "optimizer.groups"])
+LISTED = {"optimizer.groups", "train.batch_warmup"}
+"""Sections of lists that are empty by default: their own tests see that they count."""
+
+
+@pytest.mark.parametrize("path", [path for path in SECTIONS if "mixture" not in path and path not in LISTED])
 def test_a_key_belongs_to_the_identity_if_and_only_if_its_mark_says_so(path):
     top, *inner = path.split(".")
     for name, mark in SECTIONS[path].effects().items():

@@ -46,7 +46,7 @@ def numbers_of_one_process(settings, rank):
     with fake_world(rank) as world, take_memory_of_parameters():
         model = MixtureOfExperts(**MODEL)
         mesh = Mesh(settings.shape(SIZE), world)
-        strategy = list_transforms(settings, PrecisionConfig(compute="bf16"), False, mesh.shape)
+        strategy = list_transforms(settings, PrecisionConfig(compute="bf16"), [], mesh.shape)
         distribute(model, strategy, mesh, [f"model.layers.{layer}" for layer in range(60)])
         found = SimpleNamespace(experts=0, rest=0, whole=0, units=0)
         for name, weight in model.named_parameters():

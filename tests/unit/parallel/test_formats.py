@@ -5,14 +5,14 @@ import torch
 from helpers import in_process
 from torch import nn
 
-from kftrain.errors import ConfigError
 from kftrain.models.transformer import Transformer
+from kftrain.parallel.activations import CheckpointActivations
 from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.strategies import resolve_sharding
-from kftrain.parallel.transforms import Formats, Recompute, ToDevice, distribute
+from kftrain.parallel.transforms import Formats, ToDevice, distribute
 
-FORMATS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
+FORMATS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"), ("fp16", "fp32"), ("fp16", "fp16")]
 
 
 class Odd(nn.Module):
@@ -70,17 +70,14 @@ def test_gradients_are_those_of_fsdp_over_one_process(monkeypatch, compute, redu
         assert mine is None or (mine.dtype == torch.float32 and torch.equal(mine, wanted)), name
 
 
-def test_blocks_are_recomputed_in_the_format_of_the_computation(monkeypatch):
+@pytest.mark.parametrize("method", ["blocks", "offload"])
+def test_blocks_are_recomputed_in_the_format_of_the_computation(monkeypatch, method):
+    within = CheckpointActivations(method, ["recurrent"])
     with in_process.world(monkeypatch) as world:
         plain = gradients(world, [ToDevice(), Formats("bf16", "fp32")], ["recurrent"])
-        recomputed = gradients(world, [Recompute(), ToDevice(), Formats("bf16", "fp32")], ["recurrent"])
+        recomputed = gradients(world, [within, ToDevice(), Formats("bf16", "fp32")], ["recurrent"])
     for (name, one), (_, two) in zip(plain, recomputed, strict=True):
         assert (one is None and two is None) or torch.equal(one, two), name
-
-
-def test_recomputing_the_blocks_of_a_model_that_has_none_is_refused(monkeypatch):
-    with in_process.world(monkeypatch) as world, pytest.raises(ConfigError, match="no blocks that could be recomputed"):
-        distribute(nn.Linear(1, 1), [Recompute()], Mesh.of_copies(world), [])
 
 
 class Tables(nn.Module):

@@ -10,12 +10,13 @@ from helpers.pool import COLLECTIVE_SECONDS
 from torch import nn
 
 from kftrain.errors import ConfigError
+from kftrain.parallel.activations import CheckpointActivations
 from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import AXES, DATA_AXES, LOSS_AXES, NORM_AXES, Shape
 from kftrain.parallel.strategies import Sharding
-from kftrain.parallel.transforms import Recompute, distribute, list_transforms
+from kftrain.parallel.transforms import distribute, list_transforms
 
 SHAPES = [
     Shape(*sizes)
@@ -104,10 +105,11 @@ def test_what_differs_along_an_axis_and_how_far_neighbours_are(
 
 def test_a_strategy_is_an_ordered_list_of_transforms():
     settings = ParallelConfig(reshard_after_forward=False), PrecisionConfig(compute="bf16")
-    alone = [type(transform).__name__ for transform in list_transforms(*settings, True, Shape())]
-    assert alone == ["Recompute", "ToDevice", "Formats"], "no wrapper: one process has nothing to share"
-    assert list_transforms(*settings, True, Shape(shard=2)) == [
-        Recompute(),
+    within = [CheckpointActivations("blocks", ("layer",))]
+    alone = [type(transform).__name__ for transform in list_transforms(*settings, within, Shape())]
+    assert alone == ["CheckpointActivations", "ToDevice", "Formats"], "no wrapper: one process has nothing to share"
+    assert list_transforms(*settings, within, Shape(shard=2)) == [
+        *within,
         FullyShard("bf16", "fp32", Sharding(False, True, "step")),
     ]
 
@@ -116,7 +118,7 @@ def timeouts_of_groups(world):
     """Seconds that each group of a hybrid mesh waits, by the name of its axis; and the sizes of the mesh's groups."""
     model, settings = nn.Linear(4, 4), ParallelConfig(shard=2, replicate=2)
     mesh = Mesh(settings.shape(world.size), world)
-    distribute(model, list_transforms(settings, PrecisionConfig(), False, mesh.shape), mesh, [])
+    distribute(model, list_transforms(settings, PrecisionConfig(), [], mesh.shape), mesh, [])
     own = model.weight.device_mesh
     timeouts = {name: own.get_group(name)._get_backend(world.device).options._timeout for name in own.mesh_dim_names}
     return timeouts, (mesh.data_rank, mesh.num_data_ranks, mesh.norm_group().size(), mesh.counts_loss)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kftrain.models.transformer import Transformer
+from kftrain.parallel.activations import CheckpointActivations
 from kftrain.parallel.initialize import places_of, take_memory_of_parameters
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
@@ -53,8 +54,10 @@ def numbers_of_one_process(llama, settings, rank):
         model = Transformer(**arguments)
         places = places_of(model)
         mesh = Mesh(settings.shape(SIZE), world)
-        strategy = list_transforms(settings, PrecisionConfig(compute="bf16"), True, mesh.shape, True)
-        distribute(model, strategy, mesh, [f"model.layers.{layer}" for layer in range(llama.num_layers)])
+        blocks = [f"model.layers.{layer}" for layer in range(llama.num_layers)]
+        within = [CheckpointActivations("blocks", blocks)]
+        strategy = list_transforms(settings, PrecisionConfig(compute="bf16"), within, mesh.shape, True)
+        distribute(model, strategy, mesh, blocks)
         parameters = list(model.parameters())
         assert len(parameters) == len(places)
         assert all(

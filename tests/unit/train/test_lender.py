@@ -16,6 +16,8 @@ CPU = torch.device("cpu")
 def empty(kind):
     with initialize.take_memory_of_parameters():
         model = kind()
+    for parameter in model.parameters():  # as the registry of models does it
+        parameter.data = parameter.data.float()
     return model, Drawn(initialize.places_of(model), model.init_weights, 5, CPU)
 
 

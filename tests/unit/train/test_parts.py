@@ -20,7 +20,7 @@ OWN = {"model": 1, "optimizer": 1}
 @pytest.mark.parametrize(
     ("own", "found", "what"),
     [
-        (OWN, {**OWN, "averages": 1}, "the checkpoint holds 'averages', which this release or this training"),
+        (OWN, {**OWN, "scaler": 1}, "the checkpoint holds 'scaler', which this release or this training"),
         (OWN, {**OWN, "optimizer": 2}, "the checkpoint holds version 2 of 'optimizer', this release reads version 1"),
         ({**OWN, "model": 3}, OWN, "the checkpoint holds version 1 of 'model', this release reads version 3"),
         ({**OWN, "scaler": 1}, OWN, "the checkpoint has no 'scaler', which this training needs"),
@@ -49,3 +49,15 @@ def test_the_state_is_that_of_each_part_under_its_name():
     assert own.save() == {"model": {"of": "model"}, "optimizer": {"of": "optimizer"}} and own.versions == OWN
     own.load(own.save())
     assert loaded == own.save()
+
+
+def test_averages_may_be_left_and_a_part_that_is_missing_begins():
+    begun = []
+    more = Part(2, dict, None, is_optional=True, begin=lambda: begun.append("more"))
+    own = Parts({**{name: Part(1, dict, lambda _: None) for name in OWN}, "more": more})
+    own.require_same({**OWN, "averages": 7}, "x")
+    assert own.list_dispensable({**OWN, "averages": 7}) == ["averages"] and own.list_missing(OWN) == ["more"]
+    own.begin(["more"])
+    assert begun == ["more"]
+    with pytest.raises(CheckpointError, match="version 1 of 'more'"):
+        own.require_same({**OWN, "more": 1}, "x")

@@ -37,7 +37,7 @@ class Writer:
 
 
 def saves_of(writer, max_failed=3, **options):
-    return Saves(writer, CheckpointConfig(max_failed_saves=max_failed, **options), 4, tells=True)
+    return Saves(writer, CheckpointConfig(max_failed_saves=max_failed, **options), lambda step: 4 * step, tells=True)
 
 
 def save(saves, step):

@@ -84,6 +84,7 @@ def tensors(state, path=""):
 
 
 FORMATS = [[], ["precision.compute=bf16"]]
+EIGHT_BIT = ["optimizer.state=8bit", "model.kind=helpers.models.odd:Wide"]
 MATRICES = "optimizer.groups=[{pattern: '*.weight', muon: true}]"
 OPTIMIZERS = [
     ["optimizer.kind=sgd"],
@@ -104,7 +105,7 @@ def steps_without_a_read(world, overrides):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("overrides", [*FORMATS, *OPTIMIZERS])
+@pytest.mark.parametrize("overrides", [*FORMATS, *OPTIMIZERS, ["train.average_decay=0.9"], EIGHT_BIT])
 def test_the_host_reads_no_number_within_a_step(size, overrides):
     finite = [step != 2 for step in range(STEPS)]
     assert ranks.on(size, steps_without_a_read, overrides) == [finite] * size

@@ -56,7 +56,7 @@ def world(monkeypatch):
 
 def stepper(world, model, clip_norm=0.0, lr=0.1, task=None):
     mesh = Mesh.of_copies(world)
-    strategy = list_transforms(ParallelConfig(), PrecisionConfig(), False, mesh.shape)
+    strategy = list_transforms(ParallelConfig(), PrecisionConfig(), [], mesh.shape)
     distributed = distribute(model, strategy, mesh, [])
     optimizer = Optimizer({Sgd([{"params": list(model.parameters())}], lr, 0.0, False): [1.0]})
     return SpmdEngine(distributed, optimizer, task or Sums(), [""], clip_norm, CombinedBuffers(model, world))

@@ -1,0 +1,105 @@
+"""Averages of the weights for the table of parity: torch's own, beside a bare loop on one process."""
+
+import contextlib
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from helpers.parity import models, optimizers
+from helpers.parity import oracle as parity_oracle
+from helpers.parity.defects import patched
+from helpers.parity.oracle import STEPS, Case
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from kftrain.train import averages
+from kftrain.train.averages import Averages
+
+DECAY, START, INTERVAL = 0.7, 3, 4
+AVERAGED = (f"train.average_decay={DECAY}", f"train.average_start_steps={START}")
+EVALUATED = (f"evaluate.interval_steps={INTERVAL}", "evaluate.batch_size=5")
+
+CASES = [
+    replace(
+        case,
+        name="averages" if case == Case() else f"{case.name} with averages",
+        overrides=(*case.overrides, *AVERAGED),
+    )
+    for case in (Case(), models.TIED, models.CLAMPED, models.FROZEN, models.NORMED, optimizers.MUON)
+]
+TEXT, TIED, CLAMPED, FROZEN, NORMED, MUON = CASES
+SCORED = replace(TEXT, name="evaluated averages", overrides=(*TEXT.overrides, *EVALUATED))
+
+
+class Averaging:
+    """An optimizer after each of whose steps torch averages, from some step on; and which scores the average."""
+
+    def __init__(self, case, network):
+        self.case = case
+        self.network = network
+        self.optimizer = case.optimizer(network)
+        self.param_groups = self.optimizer.param_groups
+        self.averaged = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        self.num_steps = 0
+        self.perplexities = []
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        """The last thing that the loop asks for: the network's own `after_step` comes before it."""
+        self.num_steps += 1
+        if self.num_steps > START:
+            self.averaged.update_parameters(self.network)
+        if self.case is SCORED and (self.num_steps % INTERVAL == 0 or self.num_steps == STEPS):
+            rows = self.case.data()
+            network = self.averaged.module if self.num_steps > START else self.network
+            with torch.no_grad():
+                loss = float(self.case.loss(network, rows))
+            self.perplexities.append(math.exp(loss / self.case.terms(rows)))
+        self.optimizer.zero_grad()
+
+
+def check(row, answers):
+    """Raises AssertionError where the last averages, or what was scored with them, are not torch's."""
+    trained, made = answers[0].value, []
+
+    def optimizer(network):
+        made.append(Averaging(row.case, network))
+        return made[-1]
+
+    weights = {name: np.array(value) for name, value in trained.first_weights.items()}
+    parity_oracle.run(replace(row.case, optimizer=optimizer), weights, row.parts)
+    expected = dict(made[0].averaged.module.state_dict())
+    assert trained.averages.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(trained.averages[name], value.numpy(), rtol=0, atol=row.weight_tolerance)
+    assert any(not np.array_equal(trained.averages[name], trained.weights[name]) for name in expected)
+    key = "validation/perplexity"
+    found = [point[key] for point in trained.history if key in point]
+    np.testing.assert_allclose(found, made[0].perplexities, rtol=row.tolerance)
+
+
+def gathered_weights_stay():
+    """After an evaluation units keep what they have gathered, which is averages."""
+    return patched(averages, "FSDPModule", type("Nothing", (), {}))
+
+
+def averages_of_one_part_follow():
+    """The averages are those of the first steps."""
+    return patched(Averages, "update", lambda self, found_inf: None)
+
+
+@contextlib.contextmanager
+def weights_stay_replaced():
+    """After an evaluation the model keeps the averages."""
+    copies = []
+
+    def copy_once(into, values):
+        copies.append(len(copies))
+        if len(copies) % 2:
+            sharded_copy(into, values)
+
+    sharded_copy = averages._copy
+    with patched(averages, "_copy", copy_once):
+        yield
