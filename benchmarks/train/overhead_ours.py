@@ -1,13 +1,14 @@
 """What our loop costs beyond the forward pass, the backward pass and the update: one process, one thread.
 
-    python benchmarks/train/overhead_ours.py [--steps 1500]
+    python benchmarks/train/overhead_ours.py [--steps 1500] [--scaled]
 
 The bare step is a step as one writes it by hand: forward, loss, backward, `clip_grad_norm_`, fused AdamW, `zero_grad`
 and a learning rate that changes with each step; it reads nothing. Ours is `Loop.run` with all that a training has: the
 agreement on stop and saves, steps that are not finite, a recorder that writes a log line and points for MLflow at every
 tenth step, a checkpoint writer (no save is due), and the liveness file of a supervised process. Neither reads data nor
-makes tensors of it: the loader's thread does. Last line: microseconds of the bare step and of one of ours,
-and the model's parameters.
+makes tensors of it: the loader's thread does. With `--scaled` both compute in fp16
+with copies of fp32 weights, scale the loss (the bare step by `torch.amp.GradScaler`), and average the weights. Last
+line: microseconds of the bare step and of one of ours, and the model's parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,9 +94,40 @@ def adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimi
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
 
 
-def measure(world: World, folder: Path, num_steps: int) -> list[float]:
+DECAY = 0.999
+SCALED = ["precision.compute=fp16", f"train.average_decay={DECAY}"]
+
+
+def make_scaled_step(
+    task: Task, plain: torch.nn.Module, optimizer: torch.optim.Optimizer, limit: float
+) -> Callable[[StepBatch], None]:
+    """A step in fp16 as one writes it by hand, with torch's scaler, and averages by torch's kernel."""
+    half, masters = copy.deepcopy(plain).half(), list(plain.parameters())
+    halves, averages = list(half.parameters()), [each.detach().clone() for each in masters]
+    scaler: Any = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+
+    def take(batch: StepBatch) -> None:
+        tensors = batch.micro_batches[0].sent.tensors
+        with torch.no_grad():
+            torch._foreach_copy_(halves, masters)
+        loss = task.loss(half(*task.inputs(tensors.batch)), tensors.batch, tensors.weight) / batch.num_terms
+        scaler.scale(loss).backward()
+        for master, each in zip(masters, halves, strict=True):
+            master.grad, each.grad = each.grad.float(), None  # type: ignore[union-attr]
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(masters, limit)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, masters, 1 - DECAY)
+
+    return take
+
+
+def measure(world: World, folder: Path, num_steps: int, scaled: bool) -> list[float]:
     """See `Turns.figures`."""
-    resolved = config.parse(TEXT, [f"train.steps={num_steps}"])
+    resolved = config.parse(TEXT, [f"train.steps={num_steps}", *(SCALED if scaled else [])])
     task = build_task(resolved.task)
     batches = batches_of(task)
     engine, _ = session.build(resolved, task, Source(None, batches), Mesh.of_copies(world))  # type: ignore[arg-type]
@@ -103,10 +136,14 @@ def measure(world: World, folder: Path, num_steps: int) -> list[float]:
         module._forward_pre_hooks.clear()  # ours go by themselves
     parameters = list(plain.parameters())
     optimizer = adamw(plain, resolved.optimizer)
+    take_scaled = make_scaled_step(task, plain, optimizer, limit)
 
     def bare(step: int, batch: StepBatch) -> None:
         for group in optimizer.param_groups:
             group["lr"] = compute_learning_rate(resolved.optimizer, step, num_steps)
+        if scaled:
+            take_scaled(batch)
+            return
         tensors = batch.micro_batches[0].sent.tensors
         loss = task.loss(plain(*task.inputs(tensors.batch)), tensors.batch, tensors.weight) / batch.num_terms
         loss.backward()  # type: ignore[no-untyped-call]
@@ -129,6 +166,7 @@ def measure(world: World, folder: Path, num_steps: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2050)
+    parser.add_argument("--scaled", action="store_true", help="in fp16, with averages of the weights")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -138,7 +176,7 @@ def main() -> None:
         os.environ.update({name: str(value) for name, value in names.items()})
         os.environ[LIVENESS_ENV] = folder
         with join_world(60.0) as world:
-            print(json.dumps(measure(world, Path(folder), arguments.steps)))
+            print(json.dumps(measure(world, Path(folder), arguments.steps, arguments.scaled)))
 
 
 if __name__ == "__main__":
