@@ -2539,7 +2539,7 @@ MUTANTS = [
     Mutant(
         "all that were refused come again at once",
         "kftrain/core/outages.py",
-        "random.uniform(0.5, 1.0)",
+        "_RANDOM.uniform(0.5, 1.0)",
         "1.0",
         "tests/unit/core/test_hedging.py -k pause",
     ),
