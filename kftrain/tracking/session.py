@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import re
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -88,16 +89,31 @@ def mlflow() -> Any:
 def _open_client(uri: str) -> Any:
     """Return MLflow's client of a URI, one per URI; makes the tables of an sqlite database if they are missing."""
     endpoint.require_supported(uri)
+    path = endpoint.sqlite_path(uri)
     with endpoint.database_lock(uri):
         package = mlflow()
-        if not endpoint.is_http(uri):
+        if path is not None:
             from mlflow.store.db import utils
 
             utils.MAX_RETRY_COUNT = 4  # its own ten take 100 s
+            if not path.exists() or not path.stat().st_size:
+                _create_database(path, utils)
         client = package.MlflowClient(tracking_uri=uri, registry_uri=uri)
-        if not endpoint.is_http(uri):
+        if path is not None:
             client.search_registered_models(max_results=1)  # the registry's half of the database is made here
         return client
+
+
+def _create_database(path: Path, utils: Any) -> None:
+    """Make MLflow's tables. They are made elsewhere: its migrations cannot go on where a kill has ended them."""
+    folder = path.with_name(f".{path.name}.new")  # a file's journal is removed with it; one that stays is replayed
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    engine = utils.create_sqlalchemy_engine_with_retry(f"sqlite:///{folder / path.name}")
+    utils._initialize_tables(engine)
+    engine.dispose()
+    (folder / path.name).replace(path)
+    folder.rmdir()
 
 
 @contextlib.contextmanager
