@@ -1,8 +1,25 @@
-"""What every test has: code that it names itself may be imported."""
+"""What every test has: code that it names itself may be imported; and the options of tests on real clusters."""
 
 import pytest
 
 from kftrain import trust
+
+OPTIONS = {
+    "--kubeconfig": "the cluster's kubeconfig",
+    "--engine": "buildah, docker or podman",
+    "--base": "base image",
+    "--load": "command that puts an image archive into the cluster",
+    "--build-flags": "further arguments of the image build",
+    "--disturb": "script that breaks and mends the cluster, for what `make e2e-full` adds",
+    "--trainer-image": "a trainer image of this code that the nodes hold already, instead of a build (tests/launchers)",
+    "--kfp-namespace": "where Kubeflow Pipelines is installed, by default: kubeflow",
+}
+
+
+def pytest_addoption(parser):
+    for name, text in OPTIONS.items():
+        parser.addoption(name, default="", help=text)
+    parser.addoption("--record", action="store_true", help="keep the matrix of tests/launchers in its record.json")
 
 
 class _Everything(set):

@@ -44,6 +44,7 @@ COMMANDS = {
     "unsuspend": ("kftrain.cli.jobs", "Let the suspended jobs of a run go on."),
     "gc": ("kftrain.cli.jobs", "Delete jobs that nobody will take away."),
     "config": ("kftrain.cli.config", "Show the configuration and its schema."),
+    "bandwidth": ("kftrain.cli.bandwidth", "Measure the network between the processes of a job."),
     "worker": ("kftrain.cli.worker", "One node of a job; started by a launcher."),
 }
 """Command -> the module that defines it, and its line in the help."""
@@ -51,7 +52,7 @@ COMMANDS = {
 FORMER_NAMES = {"resume": "unsuspend"}
 """Name of a command in the release before -> its name now. The old name works for one release, with a line."""
 
-RETRYING = frozenset(("run", "shard", "train", "evaluate", "register", "gate", "worker"))
+RETRYING = frozenset(("run", "shard", "train", "evaluate", "register", "gate", "bandwidth", "worker"))
 """Commands that ride out storage that is away; a person waits for the others."""
 
 

@@ -6,7 +6,7 @@ from kftrain.core.lazy import attributes
 
 if TYPE_CHECKING:
     from kftrain.launch.base import build_launcher, find_jobs, require_remote_jobs
-    from kftrain.launch.jobs import run_evaluation, run_sharding, run_training
+    from kftrain.launch.jobs import run_bandwidth, run_evaluation, run_sharding, run_training
     from kftrain.launch.kubernetes.ownership import is_pipeline_pod
     from kftrain.launch.kubernetes.workflow import (
         build_pipeline_tags,
@@ -19,6 +19,7 @@ __all__ = [
     "build_launcher",
     "find_jobs",
     "require_remote_jobs",
+    "run_bandwidth",
     "run_evaluation",
     "run_sharding",
     "run_training",
@@ -35,6 +36,7 @@ __getattr__ = attributes(
         "build_launcher": "kftrain.launch.base",
         "find_jobs": "kftrain.launch.base",
         "require_remote_jobs": "kftrain.launch.base",
+        "run_bandwidth": "kftrain.launch.jobs",
         "run_evaluation": "kftrain.launch.jobs",
         "run_sharding": "kftrain.launch.jobs",
         "run_training": "kftrain.launch.jobs",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from kftrain.config import Config
 from kftrain.core import storage
@@ -38,7 +39,7 @@ from kftrain.run.documents import (
     PartShare,
 )
 from kftrain.run.error import read_error
-from kftrain.run.job_tasks import EVALUATION, JOB_TASKS, SHARDING, TRAINING
+from kftrain.run.job_tasks import BANDWIDTH, EVALUATION, JOB_TASKS, SHARDING, TRAINING, read_bandwidth
 from kftrain.run.paths import RunPaths
 
 
@@ -98,6 +99,13 @@ def run_sharding(paths: RunPaths, config: Config, shares: Sequence[PartShare]) -
             _run_to_end(spec, paths, config, launcher)
     SHARDING.read_results(paths, config)
     return paths.encoded_parts
+
+
+def run_bandwidth(paths: RunPaths, config: Config) -> list[dict[str, Any]]:
+    """Measure the network between the processes of a job; return the rows. Raises the error of its last attempt."""
+    with contextlib.closing(build_launcher(config)) as launcher:
+        _run_to_end(make_job(BANDWIDTH, paths, config), paths, config, launcher)
+    return read_bandwidth(paths, config)
 
 
 def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launcher) -> None:

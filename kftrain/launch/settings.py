@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from kftrain.core.credentials import SECRET_VARIABLES
 from kftrain.launch.backends import BACKENDS, BackendName
 from kftrain.launch.kubernetes.settings import KubernetesConfig
+from kftrain.launch.slurm_settings import SlurmConfig
 from kftrain.settings.section import Amount, Count, KeepsTraining, Section
 
 _OUR_VARIABLES = re.compile(
-    "KFTRAIN_.*|KFP_.*|PET_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)"
+    "KFTRAIN_.*|KFP_.*|SLURM_.*|SBATCH_.*|PET_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)"
     "|HOME|PYTHONUNBUFFERED|AWS_CA_BUNDLE|REQUESTS_CA_BUNDLE|SSL_CERT_FILE"
 )
 """Variables of the workers' environment that launcher, supervisor, torchrun or the training operator set."""
@@ -35,7 +36,8 @@ class LaunchConfig(Section):
     """Training and evaluation jobs: where they run, and on how many machines."""
 
     backend: KeepsTraining[BackendName] = "local"
-    """Place of the processes: `local`, this machine; `pytorchjob`, pods of the Kubeflow training operator."""
+    """Place of the processes: `local`, this machine; `pytorchjob`, pods of the Kubeflow training operator (version
+    1); `trainjob`, pods of Kubeflow Trainer (version 2); `slurm`, nodes of a Slurm cluster."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """The pods of a job; the local backend has none."""
     nodes: KeepsTraining[Count] = 1
@@ -51,6 +53,17 @@ class LaunchConfig(Section):
     timeout_seconds: KeepsTraining[Annotated[float, Field(gt=0)]] = 600.0
     """Time that a process may wait for another one in a collective operation; a longer wait is a hang and ends the
     attempt. A process that no other one on its node waits for may take twice as long between two operations."""
+    slurm: SlurmConfig = SlurmConfig()
+    """The options of a job of a Slurm cluster."""
+
+    device_memory_gib: KeepsTraining[Annotated[float, Field(ge=0)]] = 0.0
+    """Memory of a GPU, or of a process without one, for `parallel.layout: auto`; 0: not known."""
+
+    @model_validator(mode="after")
+    def _stays_within_nvlink(self) -> LaunchConfig:
+        if self.nodes > 1 and self.kubernetes.fabric.kind == "nvlink":
+            raise ValueError("kubernetes.fabric.kind nvlink joins the GPUs of one machine: set nodes to 1")
+        return self
 
     @property
     def is_remote(self) -> bool:
@@ -65,4 +78,5 @@ class LaunchConfig(Section):
     @property
     def gpus_per_node(self) -> int:
         """GPUs required per node; 0 uses whatever is present."""
-        return self.kubernetes.gpus_per_node if self.has_pods else 0
+        section = self.kubernetes if self.has_pods else self.slurm
+        return section.gpus_per_node if self.is_remote else 0

@@ -20,6 +20,9 @@ NODE_RANK_ENV = "KFTRAIN_NODE_RANK"
 ADDRESS_ENV = "KFTRAIN_MASTER_ADDRESS"
 """Variable with the host name of node 0, where the workers of several nodes meet."""
 
+PORT_ENV = "KFTRAIN_MASTER_PORT"
+"""Variable with the port of node 0 where the workers meet; absent: RENDEZVOUS_PORT."""
+
 ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
 """Variable with the file to which the first failing process of a node writes its error, in the form of `error.json`."""
 

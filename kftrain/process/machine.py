@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from kftrain.errors import LaunchError
+
 NODE_NAME_ENV = "KFTRAIN_NODE_NAME"
 """Variable with the name of the machine that a worker pod runs on; errors name it."""
 
@@ -20,6 +22,12 @@ RACK_ENV = "KFTRAIN_RACK"
 
 SCRATCH_ENV = "KFTRAIN_SCRATCH"
 """Variable with the size of a worker pod's /tmp, as Kubernetes writes it; a pod that fills it is evicted."""
+
+LOCKS_MEMORY_ENV = "KFTRAIN_LOCKS_MEMORY"
+"""Variable of a worker pod whose network device needs memory that is locked, without a limit."""
+
+IPC_LOCK_BIT = 14
+"""Number of the capability to lock memory beyond the limit (linux/capability.h)."""
 
 
 def count_local_gpus() -> int:
@@ -83,6 +91,26 @@ def read_scratch_bytes() -> float:
     """Read the size of this pod's /tmp in bytes; infinite where nobody says it."""
     match = re.fullmatch(r"([0-9.]+)([kKMGTPE]?)(i?)", os.environ.get(SCRATCH_ENV, ""))
     return float(match[1]) * (1024 if match[3] else 1000) ** " KMGTPE".find(match[2].upper()) if match else math.inf
+
+
+def require_lockable_memory(status: str = "/proc/self/status") -> None:
+    """Raise LaunchError if the network device of this pod needs locked memory, and the machine limits it.
+
+    NCCL would say `Cannot allocate memory`, or fall back to sockets. Kubernetes has no field for the limit, which
+    containers have from their runtime; and no added capability is in effect for other users than root.
+    """
+    if LOCKS_MEMORY_ENV not in os.environ:
+        return
+    _, limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", Path(status).read_text(), re.M)
+    if limit_bytes != resource.RLIM_INFINITY and not (capabilities and int(capabilities[1], 16) >> IPC_LOCK_BIT & 1):
+        raise LaunchError(
+            "the network device needs memory that is locked, and this machine limits it",
+            where="launch.kubernetes.fabric",
+            value=f"{limit_bytes} bytes",
+            fix="set LimitMEMLOCK=infinity for containerd on the machines, or launch.kubernetes.fabric.runs_as_root",
+        )
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit_bytes, limit_bytes))
 
 
 def make_node_folder(cache_dir: str, name: str) -> Path | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kftrain.config import Config
 from kftrain.core import storage
@@ -105,7 +106,25 @@ SHARDING = JobTask(
     count_progress=lambda paths: len(storage.list_names(paths.encoded_parts)),
 )
 
-JOB_TASKS = {task.name: task for task in (TRAINING, EVALUATION, SHARDING)}
+
+def read_bandwidth(paths: RunPaths, config: Config) -> list[dict[str, Any]]:
+    """Read the rows of a measurement. Raises LaunchError where there are none."""
+    rows: list[dict[str, Any]] | None = storage.read_json_if_exists(paths.bandwidth)
+    if rows is None:
+        raise LaunchError("nothing was measured", where=paths.bandwidth, fix="run kftrain bandwidth again")
+    return rows
+
+
+BANDWIDTH = JobTask(
+    name="bandwidth",
+    rank_function="kftrain.train.bandwidth:measure",
+    read_results=read_bandwidth,
+    state="Measuring",
+    stop_message="the measurement was stopped",
+    log_folder="bandwidth",
+)
+
+JOB_TASKS = {task.name: task for task in (TRAINING, EVALUATION, SHARDING, BANDWIDTH)}
 """Name -> task of a job."""
 
 

@@ -27,6 +27,7 @@
 <root>/runs/<run>/firing.json, SKIPPED.json                         shard         -> all others, of a scheduled run
 <root>/runs/<run>/window.json                                       shard         -> finish, of a scheduled run
 <root>/runs/<run>/logs/attempt-<n>/rank-<r>.log                     workers       -> people
+<root>/runs/<run>/slurm/<task>-<job>.log, .code                      slurm         -> launcher, people
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class RunPaths:
     """Files of a scheduled run's window that no run before has read."""
     failure = _Below("failure.json")
     """The launcher's findings about a failed job."""
+    bandwidth = _Below("bandwidth.json")
+    """The rows that `kftrain bandwidth` has measured, in a folder that is no run."""
     launcher = _Below("launcher.json")
     """The launcher's heartbeat, written once a minute while it lives."""
     logs = _Below("logs")

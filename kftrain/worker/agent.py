@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 
 from kftrain.core import storage
-from kftrain.launch.spec import ERROR_FILE_ENV, RENDEZVOUS_PORT
+from kftrain.launch.spec import ERROR_FILE_ENV
 from kftrain.process import store_socket
 from kftrain.process.kept import Reporter
 from kftrain.process.parent_death import die_with_parent
@@ -53,7 +53,7 @@ def main(argument: str) -> None:
 def _fork_ranks(node: NodeSpec, reporter: Reporter) -> dict[int, int]:
     """Fork the ranks; return process id -> rank. In a rank it does not return."""
     agent = os.getpid()
-    address, port, listener = node.address, RENDEZVOUS_PORT, None
+    address, port, listener = node.address, node.port, None
     if node.nodes == 1:  # bound before the forks: rank 0 inherits the socket, so no other process can take the port
         listener = store_socket.open_listener(node.processes)
         address, port = listener.getsockname()[:2]

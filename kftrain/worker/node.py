@@ -7,7 +7,7 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 
-from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_RANK_ENV, RENDEZVOUS_PORT
+from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_RANK_ENV, PORT_ENV, RENDEZVOUS_PORT
 from kftrain.process.machine import num_cpus
 from kftrain.run.paths import RunPaths
 
@@ -33,6 +33,8 @@ class NodeSpec:
     """Name of node 0, where the others meet; a single node needs none."""
     launcher_timeout_seconds: float | None = None
     """Seconds for which the launcher may be silent; None if nobody watches it."""
+    port: int = RENDEZVOUS_PORT
+    """Port of node 0 where the others meet."""
 
     @classmethod
     def from_environment(cls, task: str, run_uri: str, digest: str, processes: int, nodes: int) -> NodeSpec:
@@ -47,6 +49,7 @@ class NodeSpec:
             node_rank=int(os.environ.get(NODE_RANK_ENV, "0")),
             address=os.environ.get(ADDRESS_ENV, ""),
             launcher_timeout_seconds=float(timeout) if timeout else None,
+            port=int(os.environ.get(PORT_ENV, RENDEZVOUS_PORT)),
         )
 
     def to_argument(self) -> str:
@@ -99,7 +102,7 @@ class NodeSpec:
 def first_node_answers(node: NodeSpec) -> bool:
     """Tell whether rank 0 still runs on the first node: its port takes a connection."""
     try:
-        socket.create_connection((node.address, RENDEZVOUS_PORT), timeout=ANSWER_SECONDS).close()
+        socket.create_connection((node.address, node.port), timeout=ANSWER_SECONDS).close()
     except OSError:
         return False
     return True

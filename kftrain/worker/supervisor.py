@@ -30,6 +30,7 @@ from kftrain.errors import FencedError, KftrainError, LostPeerError, Preempted
 from kftrain.launch.spec import ERROR_FILE_ENV, NODE_NAME_ENV
 from kftrain.process.kept import KeptProcess, Reporter
 from kftrain.process.liveness import LIVENESS_ENV
+from kftrain.process.machine import require_lockable_memory
 from kftrain.process.output import OUTPUT_ENV, Output
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process.signals import INTERRUPT, handle_signals
@@ -62,7 +63,8 @@ def run_node(node: NodeSpec) -> int:
     Between attempts a SIGTERM ends this process, as it would any: there is nothing that could be committed.
     """
     reporter, code = Reporter(), 0
-    agent = KeptProcess([sys.executable, "-m", AGENT_MODULE, node.to_argument()])
+    # A session of its own: Slurm and terminals signal whole process groups, and nobody else would wait for the ranks.
+    agent = KeptProcess([sys.executable, "-m", AGENT_MODULE, node.to_argument()], new_session=True)
     if reporter.is_kept:
         agent.prepare(node.build_environment())
     while reporter.begin():
@@ -127,6 +129,7 @@ class Supervisor:
         """Run the ranks to their end, then publish error and logs; the error first, as there may be little time."""
         if self._stop.asked:
             raise Preempted("stopped before it had started")
+        require_lockable_memory()
         with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
             error_file = Path(folder) / "error.json"
             names = [f"rank-{rank}" for rank in self._node.ranks]

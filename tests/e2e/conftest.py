@@ -16,21 +16,6 @@ from e2e.operator_control import Operator
 from helpers.fakes.mlflow_server import Server
 from helpers.fakes.object_store import BUCKET, ObjectStore
 
-OPTIONS = {
-    "--kubeconfig": "the cluster's kubeconfig",
-    "--engine": "buildah, docker or podman",
-    "--base": "base image",
-    "--load": "command that puts an image archive into the cluster",
-    "--build-flags": "further arguments of the image build",
-    "--disturb": "script that breaks and mends the cluster, for what `make e2e-full` adds",
-    "--kfp-namespace": "where Kubeflow Pipelines is installed, by default: kubeflow",
-}
-
-
-def pytest_addoption(parser):
-    for name, text in OPTIONS.items():
-        parser.addoption(name, default="", help=text)
-
 
 @pytest.fixture(scope="session")
 def kubeconfig(request):

@@ -9,12 +9,13 @@ NAME = "training-operator"
 
 
 class Operator:
-    """The operator's deployment, wherever it is installed."""
+    """An operator's deployment, wherever it is installed."""
 
-    def __init__(self):
+    def __init__(self, name=NAME):
+        self._name = name
         self._core = connect()
         self._apps = client.AppsV1Api()
-        found = self._apps.list_deployment_for_all_namespaces(field_selector=f"metadata.name={NAME}").items
+        found = self._apps.list_deployment_for_all_namespaces(field_selector=f"metadata.name={name}").items
         self._namespace = found[0].metadata.namespace
         self._labels = ",".join(f"{k}={v}" for k, v in found[0].spec.selector.match_labels.items())
 
@@ -44,10 +45,10 @@ class Operator:
         wait_until(self._is_ready, 120, "the operator")
 
     def _is_ready(self):
-        return (self._apps.read_namespaced_deployment(NAME, self._namespace).status.ready_replicas or 0) == 1
+        return (self._apps.read_namespaced_deployment(self._name, self._namespace).status.ready_replicas or 0) == 1
 
     def _scale(self, replicas):
-        self._apps.patch_namespaced_deployment_scale(NAME, self._namespace, {"spec": {"replicas": replicas}})
+        self._apps.patch_namespaced_deployment_scale(self._name, self._namespace, {"spec": {"replicas": replicas}})
 
     def _pods(self):
         return self._core.list_namespaced_pod(self._namespace, label_selector=self._labels).items

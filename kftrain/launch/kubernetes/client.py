@@ -116,6 +116,11 @@ class Cluster:
         answer = self._explain("get nodes", EXPLAIN_OUTAGE_SECONDS, self._json(self._core.read_node), name)
         return answer if isinstance(answer, dict) else None
 
+    def list_nodes(self) -> list[Object] | None:
+        """Return all nodes; None where this account may not list them, which is said."""
+        answer = self._explain("list nodes", EXPLAIN_OUTAGE_SECONDS, self._json(self._core.list_node))
+        return answer if isinstance(answer, list) else None
+
     def read_workflow(self, name: str, retried: bool = True) -> Object | None:
         """Return an Argo Workflow of this namespace; None where it is gone or this account may not read it.
 

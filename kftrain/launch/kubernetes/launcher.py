@@ -21,6 +21,7 @@ from kftrain.launch.base import Request
 from kftrain.launch.kubernetes import diagnosis, ownership
 from kftrain.launch.kubernetes.control import ClusterJobs, delete_jobs
 from kftrain.launch.kubernetes.diagnosis import JobFailedError
+from kftrain.launch.kubernetes.fabric import build_resources, require_devices
 from kftrain.launch.kubernetes.kinds import load_kind, load_kinds
 from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.launch.kubernetes.lease import Lease, create_or_adopt, delete_held, has_pods_at_work
@@ -72,6 +73,15 @@ class ClusterLauncher(ClusterJobs):
                     where=f"namespace {cluster.namespace}",
                     fix="give it a role with these verbs, or leave launch.kubernetes.namespace empty",
                 )
+        self._require_fabric()
+
+    def _require_fabric(self) -> None:
+        """Raise LaunchError if the nodes lack what the fabric needs, as far as this account may see them."""
+        settings = self._config.launch.kubernetes
+        if settings.fabric.check_nodes and build_resources(settings.fabric):
+            nodes = self.clusters[0].list_nodes()
+            if nodes is not None:
+                require_devices(settings, self._config.launch.nodes, nodes)
 
     def build(self, spec: JobSpec) -> Request:
         """Build the document of the job. `run` adds its owner and the mark of the launch: see `Launcher.build`."""

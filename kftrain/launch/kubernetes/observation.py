@@ -91,6 +91,10 @@ class Job:
     """Name of the operator that makes the pods, for messages."""
     creation_failures: frozenset[str] = frozenset()
     """Reasons of the events by which that operator says that it could not."""
+    part_names: frozenset[str] = frozenset()
+    """Names of the objects between job and pods, whose events count as the job's: see `Kind.list_part_names`."""
+    created_at: float = 0.0
+    """Time of the creation, in seconds since the epoch: an older event is about an earlier job of the name."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,10 @@ class Event:
     """Uid of the object that the event is about."""
     reason: str
     message: str
+    name: str = ""
+    """Name of that object."""
+    time: float = 0.0
+    """Time at which it was seen last, in seconds since the epoch; 0 if it does not say."""
 
 
 @dataclass(frozen=True)
@@ -195,13 +203,15 @@ def parse_job(item: Mapping[str, Any], now: float, kind: Kind) -> Job:
         conditions=kind.read_conditions(item),
         suspended=kind.is_suspended(item),
         has_queue=QUEUE_LABEL in labels,
-        has_status=bool(status.get("conditions")),
+        has_status=bool(status),
         terminating="deletionTimestamp" in metadata,
         suspended_by_user=SUSPENDED_ANNOTATION in (metadata.get("annotations") or {}),
         task=labels.get(TASK_LABEL, ""),
         num_pods=sum(kind.count_replicas(item).values()),
         operator=kind.operator,
         creation_failures=kind.creation_failures,
+        part_names=frozenset(kind.list_part_names(metadata["name"])),
+        created_at=parse_seconds(metadata["creationTimestamp"]),
     )
 
 
@@ -222,8 +232,13 @@ def parse_workload(item: Mapping[str, Any]) -> Workload:
 
 def parse_event(item: Mapping[str, Any]) -> Event:
     """Parse a warning event from the API server's JSON; its message becomes one line."""
+    about, seen = item["involvedObject"], item.get("lastTimestamp") or item.get("eventTime")
     return Event(
-        item["involvedObject"].get("uid", ""), item.get("reason", ""), " ".join(item.get("message", "").split())
+        uid=about.get("uid", ""),
+        reason=item.get("reason", ""),
+        message=" ".join(item.get("message", "").split()),
+        name=about.get("name", ""),
+        time=parse_seconds(seen) if seen else 0.0,
     )
 
 

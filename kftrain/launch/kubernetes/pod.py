@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from kftrain.launch.kubernetes.fabric import build_environment, build_resources, choose_shared_memory, locks_memory
 from kftrain.launch.kubernetes.kinds.kind import Kind, build_run_labels
 from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec, Role
-from kftrain.process.machine import RACK_ENV, SCRATCH_ENV
+from kftrain.process.machine import LOCKS_MEMORY_ENV, RACK_ENV, SCRATCH_ENV
 
 USER_ID = 1000
 """User and group id that our images run as."""
+
+ROOT = {"runAsUser": 0, "runAsNonRoot": False, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+"""Security context of a container that may lock memory: in one of another user no added capability is in effect."""
 
 CA_FOLDER = "/etc/kftrain/ca"
 CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
@@ -37,7 +41,7 @@ def build_template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesCo
         },
         "tolerations": [*_build_tolerations(), *settings.tolerations],
         "volumes": [
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": choose_shared_memory(settings)}},
             {"name": "scratch", "emptyDir": {"sizeLimit": settings.scratch}},
             *([{"name": "ca", "configMap": {"name": settings.ca_bundle}}] if settings.ca_bundle else []),
             *settings.volumes,
@@ -69,13 +73,16 @@ def _build_container(kind: Kind, spec: JobSpec, role: Role, settings: Kubernetes
     limits = {"cpu": settings.cpu, "memory": settings.memory}
     if settings.gpus_per_node:
         limits[settings.gpu_resource] = str(settings.gpus_per_node)
+    limits |= build_resources(settings.fabric)
     environment = {
+        **build_environment(settings.fabric),
         **spec.environment,
         ADDRESS_ENV: kind.build_address(spec),
         "HOME": "/tmp",
         SCRATCH_ENV: settings.scratch,
         "PYTHONUNBUFFERED": "1",
         **({name: f"{CA_FOLDER}/ca.crt" for name in CA_VARIABLES} if settings.ca_bundle else {}),
+        **({LOCKS_MEMORY_ENV: "1"} if locks_memory(settings.fabric) else {}),
     }
     return {
         "name": kind.container,
@@ -93,7 +100,7 @@ def _build_container(kind: Kind, spec: JobSpec, role: Role, settings: Kubernetes
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
+            **(ROOT if settings.fabric.runs_as_root else {"capabilities": {"drop": ["ALL"]}}),
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from kftrain import __version__
 from kftrain.settings.section import Amount, Count, KeepsTraining, Section
@@ -13,6 +13,39 @@ Quantity = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance
 """Amount of a resource as Kubernetes writes it, `2`, `500m`, `4Gi`; a number becomes text."""
 
 Seconds = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(ge=0)]
+
+
+FabricName = Literal["none", "ethernet", "infiniband", "roce", "efa", "nvlink"]
+"""Network between the GPUs of a job; see `fabric.py`."""
+
+
+class FabricConfig(Section):
+    """The network between the GPUs of a job."""
+
+    kind: KeepsTraining[FabricName] = "none"
+    """Preset of variables, devices and /dev/shm for the pods of training and evaluation; `kftrain run --dry-run` shows
+    each value with its reason. `launch.environment` stands over it. `none` sets nothing."""
+    resources: KeepsTraining[dict[str, Quantity]] = Field(default={})
+    """Resources of a pod in place of the preset's, such as `rdma/ib: 1`: clusters name their devices as they like."""
+    check_nodes: KeepsTraining[bool] = True
+    """Refuse a job if the nodes of the cluster do not have these resources. False where nodes come on demand."""
+    runs_as_root: KeepsTraining[bool] = False
+    """Run workers as root with the capability IPC_LOCK, where machines limit locked memory: other users have no use of
+    the capability. Namespaces with Pod Security `baseline` or `restricted` refuse such pods. Else a worker on such a
+    machine ends at once with an error."""
+
+    between_nodes_gbps: KeepsTraining[Rate] = 0.0
+    """Gigabits per second that a node can send to others, for `parallel.layout: auto` and `kftrain bandwidth`; 0: as
+    the preset has it, 25 for `ethernet`, 400 for `infiniband` and `efa`, 200 for `roce`, else 10."""
+    within_node_gbps: KeepsTraining[Rate] = 0.0
+    """Gigabits per second that a process can send to others on its node; 0: 250, and 2400 on machines with NVLink."""
+
+    @model_validator(mode="after")
+    def _refuse_root_without_need(self) -> FabricConfig:
+        if self.runs_as_root and self.kind not in ("infiniband", "roce", "efa"):
+            raise ValueError(f"runs_as_root must be false: {self.kind} locks no memory")
+        return self
 
 
 class KubernetesConfig(Section):
@@ -35,8 +68,9 @@ class KubernetesConfig(Section):
     """CPUs of one worker pod, requested and limited."""
     memory: KeepsTraining[Quantity] = "4Gi"
     """Memory of one worker pod, requested and limited."""
-    shared_memory: KeepsTraining[Quantity] = "1Gi"
-    """Size of /dev/shm, which NCCL and data loaders use; counts as memory."""
+    shared_memory: KeepsTraining[Quantity] = "auto"
+    """Size of /dev/shm, which NCCL and data loaders use; counts as memory. `auto`: 1Gi, and with a fabric of machines
+    with several GPUs 1Gi for each GPU."""
     scratch: KeepsTraining[Quantity] = "100Gi"
     """Size of /tmp, which holds the shards that were read; a pod that fills it is evicted."""
     gpus_per_node: KeepsTraining[Amount] = 0
@@ -72,6 +106,8 @@ class KubernetesConfig(Section):
     the data and outages of storage do not count."""
     training_timeout_seconds: KeepsTraining[Seconds] = 30 * 24 * 3600.0
     """Time of training over all attempts, after which the job commits a checkpoint and ends."""
+    fabric: FabricConfig = FabricConfig()
+    """The network between the GPUs of a job."""
 
     @field_validator("gpu_resource")
     @classmethod

@@ -177,7 +177,7 @@ def _list_creation_reasons(job: Job, seen: Observation) -> list[Reason]:
     """Say why the operator has not created all pods; empty where all are there. A job without pods gets no status."""
     if len(seen.pods) >= job.num_pods:
         return []
-    failures = [event for event in seen.events if event.uid == job.uid and event.reason in job.creation_failures]
+    failures = [event for event in seen.events if event.reason in job.creation_failures and _is_about_job(event, job)]
     if failures:
         kind = FailureClass.QUOTA if "exceeded quota" in failures[-1].message else FailureClass.CONFIG
         return [Reason(f"{failures[-1].reason}: {failures[-1].message}", kind)]
@@ -185,6 +185,10 @@ def _list_creation_reasons(job: Job, seen: Observation) -> list[Reason]:
         text = f"the {job.operator} has not looked at it for {SILENT_SECONDS:.0f} s: is it running?"
         return [Reason(text, FailureClass.OPERATOR)]
     return []
+
+
+def _is_about_job(event: Event, job: Job) -> bool:
+    return event.uid == job.uid or (event.name in job.part_names and event.time >= job.created_at)
 
 
 def _list_ending_reasons(job: Job, seen: Observation) -> list[Reason]:

@@ -28,7 +28,7 @@ def test_every_backend_has_a_launcher_with_every_verb(name, monkeypatch):
 def test_the_setting_knows_the_table_and_nothing_else():
     assert set(get_args(LaunchConfig.model_fields["backend"].annotation)) == BACKENDS.keys()
     with pytest.raises(ConfigError, match="backend"):
-        config.parse("launch: {backend: slurm}")
+        config.parse("launch: {backend: mesos}")
 
 
 def test_kinds_differ_in_what_finds_their_jobs():
@@ -43,25 +43,25 @@ def test_who_has_no_torch_is_told_which_backends_are_remote():
 
 
 @pytest.fixture
-def slurm(monkeypatch):
+def mesos(monkeypatch):
     """A configuration whose jobs run on other machines, and not in pods."""
-    monkeypatch.setitem(BACKENDS, "slurm", Backend(__name__, is_remote=True, has_pods=False))
+    monkeypatch.setitem(BACKENDS, "mesos", Backend(__name__, is_remote=True, has_pods=False))
     resolved = config.parse("tracking: {uri: 'https://me:secret@mlflow'}")
-    return resolved.model_copy(update={"launch": resolved.launch.model_copy(update={"backend": "slurm"})})
+    return resolved.model_copy(update={"launch": resolved.launch.model_copy(update={"backend": "mesos"})})
 
 
 def build_launcher(resolved):
-    """Build the launcher of `slurm`."""
-    return "the launcher of slurm"
+    """Build the launcher of `mesos`."""
+    return "the launcher of mesos"
 
 
-def test_a_backend_may_be_remote_without_pods(slurm, monkeypatch):
+def test_a_backend_may_be_remote_without_pods(mesos, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")  # of the machine that submits
-    base.require_remote_jobs(slurm, "the steps")
-    assert base.build_launcher(slurm) == base.find_jobs(slurm) == "the launcher of slurm"
-    assert (spec.count_processes_per_node(slurm), slurm.launch.gpus_per_node) == (spec.DEFAULT_CPU_PROCESSES, 0)
-    assert resolve.anchor_paths(slurm, "/").tracking.uri == slurm.tracking.uri
-    assert not [name for name in runs.list_parameters(slurm) if name.startswith("launch.kubernetes")]
+    base.require_remote_jobs(mesos, "the steps")
+    assert base.build_launcher(mesos) == base.find_jobs(mesos) == "the launcher of mesos"
+    assert (spec.count_processes_per_node(mesos), mesos.launch.gpus_per_node) == (spec.DEFAULT_CPU_PROCESSES, 0)
+    assert resolve.anchor_paths(mesos, "/").tracking.uri == mesos.tracking.uri
+    assert not [name for name in runs.list_parameters(mesos) if name.startswith("launch.kubernetes")]
 
 
 def test_jobs_that_are_pods_are_remote():

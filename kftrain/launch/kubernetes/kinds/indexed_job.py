@@ -14,6 +14,7 @@ from kftrain.config import Config
 from kftrain.errors import FIRST_RETRYABLE_CODE
 from kftrain.launch.kubernetes import pod
 from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED, Kind, Object
+from kftrain.launch.kubernetes.settings import FabricConfig
 from kftrain.launch.spec import WORKER, JobSpec
 
 
@@ -32,8 +33,8 @@ class IndexedJob(Kind):
     condition_names: ClassVar = {"Complete": SUCCEEDED, "Failed": FAILED, "Suspended": SUSPENDED}
 
     def build_specification(self, spec: JobSpec, config: Config) -> Object:
-        """Build the `spec`; its pods need no GPU: see `Kind.build_specification`."""
-        settings = config.launch.kubernetes.model_copy(update={"gpus_per_node": 0})
+        """Build the `spec`; its pods need no GPU and do not meet: see `Kind.build_specification`."""
+        settings = config.launch.kubernetes.model_copy(update={"gpus_per_node": 0, "fabric": FabricConfig()})
         template = pod.build_template(self, spec, spec.workers, settings)
         template["spec"]["restartPolicy"] = "Never"
         num_pods = spec.workers.replicas

@@ -36,9 +36,6 @@ SUCCEEDED, FAILED, SUSPENDED = "Succeeded", "Failed", "Suspended"
 
 ENDED = frozenset((SUCCEEDED, FAILED))
 
-MAX_NAME_LENGTH = 52
-"""Pods and their host names are called `<job>-<role>-<index>`, or so, and must fit into 63 characters."""
-
 
 class Kind(ABC):
     """A kind of job: what the launcher must know about one Kubernetes resource. It is stateless."""
@@ -65,6 +62,8 @@ class Kind(ABC):
     """Label of a pod that holds its role; empty for a kind with one role only."""
     suspend_path: ClassVar[tuple[str, ...]] = ("spec", "suspend")
     """Keys that lead to the field by which queues and people take the pods away."""
+    max_name_length: ClassVar[int] = 52
+    """Characters of a job's name: pods and host names, `<job>-<role>-<index>` or so, must fit into 63."""
     condition_names: ClassVar[Mapping[str, str]] = {}
     """The kind's own words for Succeeded, Failed and Suspended, where they differ: its word -> ours."""
 
@@ -84,6 +83,10 @@ class Kind(ABC):
     def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         """Return the pod templates of a job, one per role."""
 
+    def list_part_names(self, job_name: str) -> Iterable[str]:
+        """Return the names of objects between job and pods whose events say why there are no pods; none by default."""
+        return ()
+
     @property
     def api_version(self) -> str:
         """Value of `apiVersion` in the documents of its jobs: group and version."""
@@ -97,14 +100,14 @@ class Kind(ABC):
     def make_job_name(self, spec: JobSpec) -> str:
         """Name a job by its run and its task alone, so that every attempt and every launcher finds the same name.
 
-        A DNS-1035 label of at most 52 characters; a long run id is cut and made unique by a digest.
+        A DNS-1035 label of at most `max_name_length` characters; a long run id is cut and made unique by a digest.
         """
         name = f"{RunPaths(spec.run_uri).run_id}-{spec.task}"
         name = name if name[0].isalpha() else f"r{name}"
-        if len(name) <= MAX_NAME_LENGTH:
+        if len(name) <= self.max_name_length:
             return name
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        kept = name[: MAX_NAME_LENGTH - len(spec.task) - len(digest) - 2].rstrip("-")
+        kept = name[: self.max_name_length - len(spec.task) - len(digest) - 2].rstrip("-")
         return f"{kept}-{digest}-{spec.task}"
 
     def build(self, spec: JobSpec, config: Config, kfp_run_id: str = "", owner: Object | None = None) -> Object:

@@ -1,0 +1,225 @@
+"""Slurm's own commands, and the jobs of kftrain that they list. A job's comment says which run it works on."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kftrain.core import storage
+from kftrain.core.progress import to_log
+from kftrain.errors import LaunchError
+from kftrain.run.job_tasks import JOB_TASKS
+from kftrain.run.paths import RunPaths
+
+POLL_SECONDS = 2.0
+GOING_SECONDS = 1800.0
+"""Seconds that a job that was told to stop may take to commit and to go."""
+
+COMMANDS = ("sbatch", "squeue", "scontrol", "scancel")
+
+COMMAND_SECONDS = 60.0
+"""Seconds that one of them may take; they themselves ride out short absences of slurmctld."""
+
+ENDED = frozenset(
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+)
+"""States of a job that will not run again."""
+
+HELD = frozenset(("JobHeldUser", "JobHeldAdmin"))
+"""Reasons of a job that waits until somebody releases it."""
+
+FORMAT = "%A|%T|%r|%u|%D|%V|%k"
+
+AWAY = (
+    "Unable to contact",
+    "Socket timed out",
+    "Connection refused",
+    "Connection timed out",
+)
+"""Words of commands that did not reach slurmctld."""
+
+
+class ControllerAwayError(LaunchError):
+    """Slurm's controller cannot be reached: it may be in a moment, and jobs go on meanwhile."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job of kftrain as squeue lists it."""
+
+    job_id: str
+    state: str
+    """Slurm's word for it, such as `PENDING`."""
+    reason: str
+    """Slurm's word for why it waits, such as `Resources`; empty where it does not."""
+    user: str
+    num_nodes: int
+    submitted_at: float
+    """Seconds since the epoch."""
+    run_uri: str
+    task: str
+    digest: str
+    """Digest of the configuration that the job was started for."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it will not run again, and none of its processes is left."""
+        return self.state in ENDED
+
+    @property
+    def is_held(self) -> bool:
+        """True if it waits until somebody releases it."""
+        return self.state == "PENDING" and self.reason in HELD
+
+
+def make_comment(run_uri: str, task: str, digest: str) -> str:
+    """Write the comment of a job, in printable ASCII."""
+    return json.dumps({"kftrain": 1, "run": run_uri, "task": task, "digest": digest})
+
+
+def require_commands() -> None:
+    """Raise LaunchError where Slurm's commands are not installed."""
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if missing:
+        raise LaunchError(
+            f"this machine has no {', '.join(missing)}",
+            where="launch.backend",
+            value="slurm",
+            fix="launch on a login node of the cluster; a step of a Kubeflow pipeline has pods, no Slurm",
+        )
+
+
+def ask_slurm(command: Sequence[str], text: str = "") -> str:
+    """Run one of Slurm's commands, with `text` as its input; return its output.
+
+    Raises LaunchError with Slurm's own words, as ControllerAwayError where slurmctld cannot be reached.
+    """
+    require_commands()
+    # An allocation that the launcher itself runs in must not set options of its jobs.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SBATCH_", "SLURM_", "SQUEUE_"))}
+    conf = {"SLURM_CONF": os.environ["SLURM_CONF"]} if "SLURM_CONF" in os.environ else {}
+    environment = {**kept, **conf, "SLURM_TIME_FORMAT": "%s"}
+    try:
+        done = subprocess.run(
+            command, input=text, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ControllerAwayError(f"{command[0]} does not answer", where="slurm") from None
+    if done.returncode:
+        words = "; ".join(line for line in done.stderr.splitlines() if line.strip()) or f"exit code {done.returncode}"
+        kind = ControllerAwayError if any(part in words for part in AWAY) else LaunchError
+        raise kind(words, where="slurm")
+    return done.stdout
+
+
+def list_jobs(mine: bool = False) -> list[SlurmJob]:
+    """List kftrain's jobs, those that have just ended too, the newest last; `mine`: those of this user."""
+    command = ["squeue", "--noheader", "--states=all", f"--format={FORMAT}"]
+    output = ask_slurm([*command, f"--user={getpass.getuser()}"] if mine else command)
+    jobs = [job for line in output.splitlines() if (job := parse_job(line)) is not None]
+    return sorted(jobs, key=lambda job: int(job.job_id))
+
+
+def parse_job(line: str) -> SlurmJob | None:
+    """Parse a line of squeue in `FORMAT`; None for a job of somebody else's."""
+    fields = line.split("|", 6)
+    try:
+        job_id, state, reason, user, num_nodes, submitted_at, comment = fields
+        document = json.loads(comment)
+        run_uri, task, digest = (str(document[name]) for name in ("run", "task", "digest"))
+        # It is shown on terminals, and its folder is read.
+        if document["kftrain"] != 1 or not (run_uri.startswith("/") and run_uri.isprintable() and task in JOB_TASKS):
+            return None
+        waits = reason if state == "PENDING" and reason != "None" else ""
+        return SlurmJob(
+            job_id=str(int(job_id)),
+            state=state,
+            reason=waits,
+            user=user,
+            num_nodes=int(num_nodes),
+            submitted_at=float(submitted_at),
+            run_uri=run_uri,
+            task=task,
+            digest=digest,
+        )
+    except (ValueError, TypeError, KeyError):  # anybody may write any comment
+        return None
+
+
+class LogLines:
+    """The lines of a job's log, as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_bytes = 0
+
+    def read(self) -> list[str]:
+        """Return the whole lines that were added since the last call; none while the file is not there."""
+        with contextlib.suppress(OSError), self._path.open("rb") as stream:
+            stream.seek(self._num_bytes)
+            content = stream.read()
+            content = content[: content.rfind(b"\n") + 1]
+            self._num_bytes += len(content)
+            return content.decode(errors="replace").splitlines()
+        return []
+
+
+def belongs(job: SlurmJob, run: str) -> bool:
+    """Tell whether a job works on a run, named by its folder or its id."""
+    same_uri = job.run_uri == storage.absolute(run)
+    return same_uri if "/" in run else RunPaths(job.run_uri).run_id == run
+
+
+def find_active_jobs(run: str) -> list[SlurmJob]:
+    """List the jobs of a run that have not ended. Raises LaunchError where there are none."""
+    assert run, "no run would mean every run"
+    jobs = [job for job in list_jobs() if belongs(job, run) and not job.has_ended]
+    if not jobs:
+        raise LaunchError("this run has no job in Slurm", where=run, fix="kftrain runs says how it ended")
+    return jobs
+
+
+def format_name(job: SlurmJob) -> str:
+    """Name a job for people."""
+    return f"{RunPaths(job.run_uri).run_id}-{job.task} (job {job.job_id})"
+
+
+def signal_until(
+    jobs: list[SlurmJob], signal_name: str, wait_command: list[str], is_done: Callable[[SlurmJob], bool]
+) -> list[str]:
+    """Tell the scripts of jobs that run, by a signal, and Slurm of jobs that wait, until all are done; return names.
+
+    Again and again: a job may begin to run, or be requeued, between a look and the command.
+    """
+    numbers, deadline = {job.job_id for job in jobs}, time.monotonic() + GOING_SECONDS
+    while True:
+        left = [job for job in list_jobs() if job.job_id in numbers and not job.has_ended and not is_done(job)]
+        if not left:
+            return [format_name(job) for job in jobs]
+        if time.monotonic() > deadline:
+            raise LaunchError("the job was told to stop, and does not", where=format_name(left[0]), fix="scancel it")
+        for job in left:
+            running = ["scancel", "--batch", f"--signal={signal_name}"]
+            try:
+                ask_slurm([*(wait_command if job.state == "PENDING" else running), job.job_id])
+            except LaunchError as error:  # it has changed since the look; but somebody else's job stays as it is
+                if "ermission" in error.line:
+                    raise
+        time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def tolerate_absence() -> Iterator[None]:
+    """Run a block in which slurmctld may be away: that is a warning, as jobs go on without it."""
+    try:
+        yield
+    except ControllerAwayError as error:
+        to_log(f"warning: {error.line}")

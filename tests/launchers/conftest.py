@@ -1,0 +1,130 @@
+"""One suite over the launchers' protocol, against the real thing of each backend.
+
+    make launchers                                  # what is installed here; the rest is skipped with the reason
+    pytest tests/launchers -k trainjob --kubeconfig FILE --load COMMAND …      # the options of `make e2e`
+    pytest tests/launchers -k local --record        # writes the cells that were run into record.json
+    python tests/launchers/record.py                # makes the table of docs/launchers.md from record.json
+
+How a backend is added. A file `sites/NAME.py` with one function:
+
+    def open_site(request, folder):     # a context manager: yields a `Site`, calls pytest.skip where nothing is there
+        ...
+
+and its name in SITES below. `request` is pytest's, for options and for fixtures of the session such as `builder`,
+`store` and `mlflow_uri` (`request.getfixturevalue`). The site says how a small training is configured there, which
+promises the backend refuses (with a part of the error: the test demands it) and which cannot be tried here (with the
+reason), and lends the tests its hands: `list_alive`, `list_left`, `kill_worker`, `stop_worker`, `check_request`. Tests
+know nothing else about a backend and never ask for its name.
+
+Each test bears `@promise(NAME)` of promises.py and runs once for each backend; its outcome is one cell of the matrix:
+works, refused (the refusal was seen), not run (why), failed. Faults that take a controller or a node away run with
+`--disturb SCRIPT` only, because others may use the cluster.
+"""
+
+import contextlib
+import importlib
+import subprocess
+from pathlib import Path
+
+import pytest
+from e2e.conftest import builder, host_address, kubeconfig, mlflow_uri, store  # noqa: F401
+from launchers import record
+from launchers.promises import PROMISES
+
+SITES = ("local", "pytorchjob", "trainjob")
+
+_cells = {}
+
+
+def pytest_generate_tests(metafunc):
+    if "site" in metafunc.fixturenames:
+        metafunc.parametrize("site", SITES, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(items):
+    """One backend after the other, so that a site is opened once."""
+    items.sort(key=lambda item: SITES.index(item.callspec.params["site"]) if hasattr(item, "callspec") else -1)
+
+
+@pytest.fixture(scope="session")
+def site(request, tmp_path_factory):
+    module = importlib.import_module(f"launchers.sites.{request.param}")
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context(module.open_site(request, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(autouse=True)
+def environment(request, monkeypatch):
+    """The variables of the site; code of the tests may be imported by the processes that a test starts."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "e2e"))
+    if "site" in request.fixturenames:
+        for name, value in request.getfixturevalue("site").environment.items():
+            monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def promise(request, site):
+    """The name of the promise that a test is about; skips where the site cannot try it."""
+    name = request.node.get_closest_marker("promise").args[0]
+    if name in site.not_run:
+        pytest.skip(site.not_run[name])
+    return name
+
+
+@pytest.fixture
+def disturb(request, site, promise):
+    """Runs a verb of the script that breaks this cluster, and undoes everything in the end."""
+    script = request.config.getoption("--disturb", default="")
+    if not script:
+        pytest.skip("it takes away what others use: --disturb SCRIPT")
+
+    def run(*verb):
+        subprocess.run([script, *map(str, verb)], check=True, timeout=600)
+
+    yield run
+    run("mend")
+
+
+@pytest.fixture
+def expect_refusal(request, site, promise):
+    """Asserts that `output` holds the error by which the backend refuses the promise, and records the cell so."""
+
+    def check(output):
+        reason = site.refused[promise]
+        assert reason in output, output
+        request.node.user_properties.append((record.REFUSED, reason))
+
+    return check
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    marker = item.get_closest_marker("promise")
+    if marker and hasattr(item, "callspec"):
+        _note(item.callspec.params["site"], marker.args[0], report)
+    return report
+
+
+def _note(backend, promise, report):
+    """Keep the worst outcome of the tests of a cell, and of the phases of a test."""
+    row = _cells.setdefault(backend, {})
+    if report.failed:
+        row[promise] = [record.FAILED, ""]
+    elif report.skipped and row.get(promise, [""])[0] != record.FAILED:
+        row[promise] = [record.NOT_RUN, str(report.longrepr[2]).removeprefix("Skipped: ")]
+    elif report.when == "call":
+        refusal = dict(report.user_properties).get(record.REFUSED)
+        row.setdefault(promise, [record.REFUSED, refusal] if refusal else [record.WORKS, ""])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not _cells:
+        return
+    terminalreporter.section("backend x promise")
+    for backend, row in _cells.items():
+        for promise in PROMISES:
+            if promise in row:
+                terminalreporter.line(f"{backend:12} {promise:16} {': '.join(filter(None, row[promise]))}")
+    if config.getoption("--record", default=False):
+        record.write_cells(record.merge_cells(record.read_cells(), _cells))

@@ -1,0 +1,56 @@
+"""What a backend tells the suite about its real thing."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Site:
+    """The real thing behind a backend, with the hands that the tests need there.
+
+    `refused` maps a promise to a part of the error by which the backend refuses it: the test then demands that error.
+    `not_run` maps a promise to the reason why it cannot be tried here; it is printed, and not counted as kept.
+    """
+
+    name: str
+    settings: dict
+    """Overrides of a small training there, by key: backend, storage, tracking, image."""
+    nodes: int = 2
+    waiting: dict = field(default_factory=dict)
+    """Case -> (overrides by which a job cannot start, the words that say why, seconds they may take)."""
+    refused: dict = field(default_factory=dict)
+    not_run: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=dict)
+    where: tuple = ()
+    """Further arguments of `kftrain status` and its like, such as a namespace."""
+
+    def list_alive(self, run_uri):
+        """Names of what of a run's jobs still works: pods, processes."""
+        raise NotImplementedError
+
+    def list_left(self, run_uri):
+        """Names of all that a run's jobs have left with the scheduler, ended or not."""
+        raise NotImplementedError
+
+    def kill_worker(self, run_uri, rank=0):
+        """Ends a node's worker at once and without a word."""
+        raise NotImplementedError
+
+    def stop_worker(self, run_uri, rank=0):
+        """Tells a node's worker to go, as a preemption does."""
+        raise NotImplementedError
+
+    def age_last_look(self, run_uri, days):
+        """Lets the run's jobs look as if no launcher had looked at them for so long."""
+        raise NotImplementedError
+
+    def disturb_controller(self):
+        """A context manager within which nobody works on the jobs."""
+        raise NotImplementedError
+
+    def lose_node(self, run_uri, rank, disturb):
+        """Lets the node of a rank die, by `disturb(verb, …)` of the script of --disturb; `mend` brings it back."""
+        raise NotImplementedError
+
+    def check_request(self, text):
+        """Asserts that the scheduler takes a request as `--dry-run` shows it."""
+        raise NotImplementedError

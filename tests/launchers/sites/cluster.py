@@ -1,0 +1,154 @@
+"""What the backends with pods have in common: a namespace, an object store, images of the present code."""
+
+import contextlib
+import shutil
+import subprocess
+from datetime import datetime, timedelta, timezone
+
+import pytest
+import yaml
+from e2e.namespace import Namespace, held_images
+from e2e.operator_control import Operator
+from helpers.fakes.object_store import BUCKET
+from kubernetes import client
+from kubernetes.client.exceptions import ApiException
+from launchers.site import Site
+
+from kftrain.launch.kubernetes.labels import SEEN_ANNOTATION
+from kftrain.run.paths import RunPaths
+
+VOLUME = {
+    "launch.kubernetes.volumes": "[{name: v, persistentVolumeClaim: {claimName: nope}}]",
+    "launch.kubernetes.volume_mounts": "[{name: v, mountPath: /v}]",
+}
+
+WAITING = {
+    "image": ({"launch.kubernetes.trainer_image": "localhost/none:1"}, "ImagePull", 25),
+    "node": ({"launch.kubernetes.cpu": 999}, "Insufficient cpu", 15),
+    "claim": (VOLUME, 'persistentvolumeclaim "nope" not found', 15),
+    "namespace": (
+        {"launch.kubernetes.volumes": "[{name: v, hostPath: {path: /tmp}}]"},
+        "violates PodSecurity",
+        20,
+    ),
+}
+"""Case -> settings, what the reason contains, seconds until somebody knows it."""
+
+
+class ClusterSite(Site):
+    """A namespace of a real cluster.
+
+    `resource` is where the backend's jobs are: group, version, plural; `controller` is the deployment that works on
+    them.
+    """
+
+    def __init__(self, namespace, resource, controller, **values):
+        super().__init__(where=("-n", namespace.name), waiting=WAITING, **values)
+        self.namespace = namespace
+        self._resource = resource
+        self._controller = controller
+
+    def list_alive(self, run_uri):
+        """Pods whose container has not ended."""
+        return [name for name, pod in self._pods(run_uri).items() if pod.status.phase not in ("Succeeded", "Failed")]
+
+    def list_left(self, run_uri):
+        """Jobs and pods."""
+        return [*self._jobs(run_uri), *self._pods(run_uri)]
+
+    def kill_worker(self, run_uri, rank=0):
+        """Takes the pod away at once: its container gets SIGKILL."""
+        self.namespace.delete_pod(self._find_pod(run_uri, rank), grace_seconds=0)
+
+    def stop_worker(self, run_uri, rank=0):
+        """Evicts the pod, as a drained node does: SIGTERM, then its grace."""
+        name = self._find_pod(run_uri, rank)
+        body = client.V1Eviction(metadata=client.V1ObjectMeta(name=name, namespace=self.namespace.name))
+        self.namespace.core.create_namespaced_pod_eviction(name, self.namespace.name, body)
+
+    def age_last_look(self, run_uri, days):
+        seen = (datetime.now(timezone.utc) - timedelta(days=days)).isoformat(timespec="seconds")
+        group, version, plural = self._resource
+        for name in self._jobs(run_uri):
+            patch = {"metadata": {"annotations": {SEEN_ANNOTATION: seen}}}
+            self.namespace.custom.patch_namespaced_custom_object(
+                group, version, self.namespace.name, plural, name, patch
+            )
+
+    @contextlib.contextmanager
+    def disturb_controller(self):
+        operator = Operator(self._controller)
+        with operator.away():
+            yield
+
+    def lose_node(self, run_uri, rank, disturb):
+        disturb("stop-node", self._pods(run_uri)[self._find_pod(run_uri, rank)].spec.node_name)
+
+    def check_request(self, text):
+        kubectl = shutil.which("kubectl") or pytest.skip("no kubectl")
+        documents = [document for document in yaml.safe_load_all(text) if document]
+        command = [kubectl, "apply", "-n", self.namespace.name, "--dry-run=server", "--validate=strict", "-f", "-"]
+        for document in documents:
+            shown = yaml.safe_dump(document)
+            done = subprocess.run(command, input=shown, capture_output=True, text=True, check=False)
+            assert done.returncode == 0 and "created (server dry run)" in done.stdout, done.stderr
+
+    def _find_pod(self, run_uri, rank):
+        """The pod of a rank that runs: pods of one run are told apart by the end of their names, or of their host."""
+        for name, pod in self._pods(run_uri).items():
+            host = pod.spec.hostname or name
+            if host.rsplit("-", 1)[-1] == str(rank) and pod.status.phase == "Running":
+                return name
+        raise AssertionError(f"no pod of rank {rank}")
+
+    def _pods(self, run_uri):
+        return self.namespace.pods(f"kftrain.io/run={RunPaths(run_uri).run_id}")
+
+    def _jobs(self, run_uri):
+        listed = self.namespace.custom.list_namespaced_custom_object(
+            self._resource[0],
+            self._resource[1],
+            self.namespace.name,
+            self._resource[2],
+            label_selector=f"kftrain.io/run={RunPaths(run_uri).run_id}",
+        )
+        return [item["metadata"]["name"] for item in listed["items"]]
+
+
+@contextlib.contextmanager
+def open_cluster(request, backend, resource, controller, prepare=lambda namespace: None, **values):
+    """Opens the site of a backend with pods, in a namespace of its own that enforces `restricted`."""
+    request.getfixturevalue("kubeconfig")
+    store, mlflow_uri = request.getfixturevalue("store"), request.getfixturevalue("mlflow_uri")
+    with Namespace.create(labels={"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
+        try:
+            namespace.custom.list_namespaced_custom_object(resource[0], resource[1], namespace.name, resource[2])
+        except ApiException as error:
+            assert error.status == 404, error
+            pytest.skip(f"this cluster has no {resource[2]}.{resource[0]}")
+        namespace.create_secret("kftrain-storage", store.environment)
+        prepare(namespace)
+        settings = {
+            "run.storage_root": f"s3://{BUCKET}/{backend}",
+            "tracking.uri": mlflow_uri,
+            "launch.backend": backend,
+            "launch.processes_per_node": 1,
+            "launch.kubernetes.namespace": namespace.name,
+            "launch.kubernetes.trainer_image": _find_image(request),
+            "launch.kubernetes.cpu": "500m",
+            "launch.kubernetes.memory": "2Gi",
+            "launch.kubernetes.shared_memory": "256Mi",
+        }
+        yield ClusterSite(
+            namespace, resource, controller, name=backend, settings=settings, environment=store.environment, **values
+        )
+
+
+def _find_image(request):
+    """An image of our code with the task that fails: the one that was named, or one that is built now."""
+    named = request.config.getoption("--trainer-image", default="")
+    if named:
+        return named
+    builder = request.getfixturevalue("builder")
+    trainer = builder.ensure("trainer", held_images())
+    return builder.derive("faulty", "tests/e2e/faulty.Dockerfile", "tests/e2e", trainer)

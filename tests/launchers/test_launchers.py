@@ -1,0 +1,288 @@
+"""The promises of every launcher, kept by real processes: what is asked of one backend is asked of all."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from e2e.commands import kftrain, options, running
+from e2e.namespace import wait_until
+from helpers.jobs import losses
+
+from kftrain import config
+from kftrain.errors import LaunchError
+from kftrain.launch.base import build_launcher
+from kftrain.launch.spec import Role, make_job
+from kftrain.run import attempts
+from kftrain.run.job_tasks import TRAINING
+from kftrain.run.paths import RunPaths
+
+pytestmark = pytest.mark.timeout(600, func_only=True)
+
+STEPS = 40
+COMMITTED = "checkpoint at step 10 started"
+FAULTY = {"task.kind": "faulty.task:Faulty", "task.tokenizer": "bytes", "train.steps": STEPS}
+SLOW = {**FAULTY, "task.slow_seconds": 0.5}
+"""Leaves some 20 s to do something to a job."""
+
+
+def prepare(site, changes, folder):
+    """A run of the site whose data is there."""
+    pairs = {**site.settings, "launch.nodes": site.nodes, **changes}
+    return kftrain("shard", *options(pairs), folder=folder)["run_uri"]
+
+
+def see(site, run_uri, *arguments):
+    """What `kftrain status` says of a run, by somebody who knows only its id."""
+    command = [sys.executable, "-m", "kftrain", "status", run_uri, *site.where, "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return json.loads(done.stdout)
+
+
+def assert_nothing_is_left(site, run_uri):
+    wait_until(lambda: not site.list_left(run_uri), 60, "the end of what the job was")
+
+
+def assert_every_step_was_taken(run_uri, num_attempts):
+    assert sorted(losses(RunPaths(run_uri))) == list(range(1, STEPS + 1))
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == num_attempts
+
+
+@pytest.mark.promise("trains")
+def test_it_trains(site, promise, tmp_path):
+    run_uri = prepare(site, FAULTY, tmp_path)
+    result = kftrain("train", run_uri, folder=tmp_path)
+    assert result["step"] == STEPS
+    assert_every_step_was_taken(run_uri, 1)
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("request")
+def test_the_request_that_is_shown_is_taken(site, promise, tmp_path):
+    command = [sys.executable, "-m", "kftrain", "run", *options({**site.settings, "launch.nodes": site.nodes})]
+    shown = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    site.check_request(shown.stdout)
+
+
+@pytest.mark.promise("found")
+def test_anybody_sees_it(site, promise, tmp_path):
+    run_uri = prepare(site, SLOW, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        (job,) = see(site, run_uri)
+        command.finish()
+    assert (job["task"], job["state"]) == ("train", "Training")
+    assert job["workers"] in (f"{site.nodes}/{site.nodes}", "")
+    assert f"/{STEPS}" in job["progress"] or site.nodes == 1
+
+
+@pytest.mark.promise("waits")
+@pytest.mark.parametrize("case", ["image", "node", "claim", "namespace"])
+def test_why_it_waits_is_said(case, site, promise, tmp_path):
+    changes, words, seconds = site.waiting[case] if case in site.waiting else pytest.skip(f"no such case: {case}")
+    run_uri = prepare(site, {**FAULTY, **changes, "launch.kubernetes.start_timeout_seconds": 15}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for("-train in namespace")
+        start = time.monotonic()
+        command.wait_for(words, 60)
+        assert time.monotonic() - start < seconds
+        command.finish(code=13, seconds=120)
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("logs")
+def test_logs_go_on_through_a_replaced_worker(site, promise, expect_refusal, tmp_path):
+    run_uri = prepare(site, SLOW, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        if promise in site.refused:
+            with running("logs", run_uri, *site.where, folder=tmp_path) as logs:
+                logs.finish(code=13)
+            command.finish()
+            return expect_refusal(logs.output)
+        with running("logs", run_uri, "-f", *site.where, folder=tmp_path) as logs:
+            logs.wait_for("step 1/")
+            site.kill_worker(run_uri, rank=site.nodes - 1)
+            logs.wait_for("attempt 2", 200)
+            logs.wait_for(f"step {STEPS}/{STEPS}", 200)
+            command.finish()
+            logs.finish(seconds=60)
+
+
+@pytest.mark.promise("cancel")
+def test_cancel_commits_and_leaves_nothing(site, promise, tmp_path):
+    run_uri = prepare(site, {**SLOW, "train.steps": 400}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        kftrain("cancel", run_uri, *site.where, folder=tmp_path)
+        assert not site.list_alive(run_uri), "cancel returned before the last process had ended"
+        assert command.process.wait(60) in (13, 143)
+    assert losses(RunPaths(run_uri)), "what was trained is committed"
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("suspend")
+def test_suspended_it_goes_on_where_it_was(site, promise, expect_refusal, tmp_path):
+    run_uri = prepare(site, SLOW, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        if promise in site.refused:
+            with running("suspend", run_uri, *site.where, folder=tmp_path) as suspend:
+                suspend.finish(code=13)
+            command.finish()
+            return expect_refusal(suspend.output)
+        kftrain("suspend", run_uri, *site.where, folder=tmp_path)
+        command.wait_for("Queued: suspended")
+        wait_until(lambda: not site.list_alive(run_uri), 60, "the end of the workers")
+        kftrain("unsuspend", run_uri, *site.where, folder=tmp_path)
+        command.finish()
+    assert "going on after step" in command.output
+    assert_every_step_was_taken(run_uri, 2)
+
+
+@pytest.mark.promise("adopted")
+def test_the_next_launcher_adopts_the_job(site, promise, tmp_path):
+    run_uri = prepare(site, SLOW, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as first:
+        first.wait_for(COMMITTED)
+        first.kill()
+    with running("train", run_uri, folder=tmp_path) as second:
+        second.wait_for("is there already: following it")
+        second.finish()
+    assert_every_step_was_taken(run_uri, 1)
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("two launchers")
+def test_of_two_launchers_one_runs_the_job(site, promise, tmp_path):
+    run_uri = prepare(site, SLOW, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as first:
+        first.wait_for(COMMITTED)
+        with running("train", run_uri, folder=tmp_path) as second:
+            codes = sorted([first.process.wait(300), second.process.wait(300)])
+    assert codes == [0, 17], first.output + second.output
+    assert_every_step_was_taken(run_uri, attempts.find_last_attempt(RunPaths(run_uri)))
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("worker killed")
+def test_a_killed_worker_costs_one_attempt(site, promise, tmp_path):
+    run_uri = prepare(site, SLOW, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        site.kill_worker(run_uri, rank=site.nodes - 1)
+        command.finish()
+    assert "going on after step" in command.output
+    assert_every_step_was_taken(run_uri, 2)
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("preempted")
+def test_a_worker_that_is_told_to_go_commits(site, promise, tmp_path):
+    run_uri = prepare(site, SLOW, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        time.sleep(3)  # of 0.5 s a step
+        site.stop_worker(run_uri)
+        command.finish()
+    (line,) = [line for line in command.lines if "going on after step" in line]
+    assert int(line.split("going on after step")[1].split()[0].strip(":,")) > 10, "it committed no step of its own"
+    assert_every_step_was_taken(run_uri, 2)
+
+
+@pytest.mark.promise("user error")
+def test_an_error_of_the_users_code_ends_it(site, promise, tmp_path):
+    run_uri = prepare(site, {**FAULTY, "task.fault": "raise"}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.finish(code=16)
+    assert "the model is not right" in command.output
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("diverged")
+def test_a_loss_that_is_not_finite_ends_it(site, promise, tmp_path):
+    run_uri = prepare(site, {**FAULTY, "task.fault": "diverge"}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.finish(code=19)
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("retries end")
+def test_a_failure_that_comes_back_ends_it(site, promise, tmp_path):
+    changes = {"task.fault": "retryable", "task.at_call": 2, "launch.max_restarts_without_progress": 1}
+    run_uri = prepare(site, {**FAULTY, **changes}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.finish(code=13)
+    assert "a passing fault" in command.output
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 2
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("servers")
+def test_a_role_of_servers_runs_or_is_refused(site, promise, expect_refusal):
+    pairs = [f"{key}={value}" for key, value in site.settings.items()]
+    resolved = config.parse("", pairs)
+    spec = make_job(TRAINING, RunPaths.of(resolved.run.storage_root, "r"), resolved)
+    both = dataclasses.replace(spec, roles=(*spec.roles, Role("server", 1, 1, ("server",))))
+    launcher = build_launcher(resolved)
+    if promise not in site.refused:
+        assert "server" in launcher.build(both).text  # tests/distributed trains with servers on this machine
+        return
+    with pytest.raises(LaunchError) as caught:
+        launcher.build(both)
+    expect_refusal(caught.value.line)
+
+
+@pytest.mark.promise("storage away")
+def test_an_outage_of_storage_costs_no_attempt(site, promise, request, tmp_path):
+    store = request.getfixturevalue("store")
+    run_uri = prepare(site, SLOW, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        store.pause()
+        try:
+            time.sleep(20)
+        finally:
+            store.go_on()
+        command.finish()
+    assert_every_step_was_taken(run_uri, 1)
+
+
+@pytest.mark.promise("garbage")
+def test_gc_takes_what_nobody_follows(site, promise, tmp_path):
+    run_uri = prepare(site, {**SLOW, "train.steps": 400}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        command.kill()
+    kftrain("gc", *site.where, folder=tmp_path)
+    assert site.list_alive(run_uri), "a laptop that sleeps for a while loses its job"
+    site.age_last_look(run_uri, days=8)
+    kftrain("gc", *site.where, folder=tmp_path)
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("controller away")
+def test_nobody_works_on_the_job_for_two_minutes(site, promise, disturb, tmp_path):
+    run_uri = prepare(site, {**SLOW, "task.slow_seconds": 2.0}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        with site.disturb_controller():
+            time.sleep(120)
+        command.finish()
+    assert_every_step_was_taken(run_uri, 1)
+    assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.promise("node lost")
+def test_a_node_dies(site, promise, disturb, tmp_path):
+    run_uri = prepare(site, {**SLOW, "task.slow_seconds": 1.0, "launch.timeout_seconds": 60}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.wait_for(COMMITTED)
+        site.lose_node(run_uri, site.nodes - 1, disturb)
+        command.finish(seconds=900)
+    assert "going on after step" in command.output
+    assert_every_step_was_taken(run_uri, attempts.find_last_attempt(RunPaths(run_uri)))
