@@ -137,6 +137,19 @@ def selective(bench: Bench) -> list[Row]:
     ]
 
 
+def compression(bench: Bench) -> list[Row]:
+    """Steps whose gradients travel compressed, over a link of 100 Mbit/s."""
+    found, rows = last_line(sys.executable, "compression.py", "--rounds", str(bench.rounds)), []
+    for kind, bar in (("int8", 0.35), ("topk", 0.15)):
+        name = f"{kind} over fp32, 2 processes of ddp, 100 Mbit/s: time of a step"
+        if "problem" in found:
+            rows.append(Row(name, f"≤ {bar}", "—", None, found["problem"]))
+            continue
+        note = f"fp32 {found['fp32']:.2f} s, {found['parameters'] / 1e6:.1f} M parameters"
+        rows.append(Row(name, f"≤ {bar}", f"{found[kind]:.3f}", found[kind] <= bar, note))
+    return rows
+
+
 FREE_BARS = {"fsdp": 0.78}
 
 ROWS: dict[str, Callable[[Bench], list[Row]]] = {
@@ -151,6 +164,7 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
     "experts": experts,
     "chunked-loss": chunked_loss,
     "selective": selective,
+    "compression": compression,
     "evaluation-1": lambda bench: against(bench, "evaluation", "evaluation, 1 process", 0.97, "--processes", "1"),
     "evaluation-2": lambda bench: against(bench, "evaluation", "evaluation, 2 processes, fsdp", 0.97),
 }

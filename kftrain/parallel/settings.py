@@ -20,12 +20,52 @@ from kftrain.parallel.shape import (
 )
 from kftrain.parallel.stages import ScheduleName, count_stages, require_enough_pieces, require_micro_batches
 from kftrain.parallel.strategies import Exchange, Strategy
-from kftrain.settings.section import ChangesTraining, Count, Effect, KeepsTraining, Section, Value
+from kftrain.settings.section import Amount, ChangesTraining, Count, Effect, KeepsTraining, Section, Value
 
 ChangesSince03 = Annotated[Value, Effect(changes_training=True, added="0.3")]
 
+DEFAULT_BUCKET_BYTES = 25 << 20
+"""The size that torch's DistributedDataParallel takes."""
+
 CheckpointingMethod = Literal["blocks", "selective", "offload"]
 """Ways in which a block keeps less of its forward pass: see `activations.py`."""
+
+
+CompressionKind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd", "sign"]
+
+
+class CompressionConfig(Section):
+    """Fewer bytes for what processes exchange in a step. It is lossy: another kind is another training."""
+
+    kind: ChangesSince03[CompressionKind] = "none"
+    """Form in which gradients travel, and parameters under a strategy that shards: `fp16` and `bf16` are half of the
+    bytes; `int8` is a quarter, codes with a scale for each 256 numbers. The others are
+    for `ddp`: `topk` sends the largest numbers of each process (Deep Gradient Compression, with `sgd`), `powersgd` two
+    narrow factors of each matrix, `sign` the signs, of which the majority is applied."""
+    feedback: ChangesSince03[bool] = True
+    """Add what a number has lost on its way to the one of the next step. Each process keeps that in fp32, as much as
+    all gradients, under `fsdp` as well."""
+    density: ChangesSince03[Annotated[float, Field(gt=0.0, le=0.25)]] = 0.001
+    """Share of the numbers that a process sends with `topk`."""
+    warmup_steps: ChangesSince03[Amount] = 0
+    """Steps in which this share falls from a quarter to `density`."""
+    rank: ChangesSince03[Count] = 4
+    """Columns of the factors of `powersgd`."""
+
+    @model_validator(mode="after")
+    def _refuse_what_contradicts(self) -> CompressionConfig:
+        if self.kind != "topk" and (self.density, self.warmup_steps) != (0.001, 0):
+            raise ValueError(f"density and warmup_steps are of kind topk, not of {self.kind}")
+        if self.kind != "powersgd" and self.rank != 4:
+            raise ValueError(f"rank is of kind powersgd, not of {self.kind}")
+        if self.kind == "topk" and not self.feedback:
+            raise ValueError("feedback must be true with topk: what is not sent at once would never be applied")
+        return self
+
+    def require_optimizer(self, kind: str, nesterov: bool) -> None:
+        """Raise ValueError where an optimizer does not go with `topk`, whose processes have momenta of their own."""
+        if self.kind == "topk" and (kind != "sgd" or nesterov):
+            raise ValueError("optimizer.kind must be sgd, without nesterov, with parallel.compression.kind topk")
 
 
 class ParallelConfig(Section):
@@ -66,6 +106,14 @@ class ParallelConfig(Section):
     expert's is sharded over them as over `shard`. The model must provide an `expert_plan`."""
     reshard_after_forward: KeepsTraining[bool] = True
     """Older spelling of a strategy: `fsdp` with false is `zero1`."""
+    compression: CompressionConfig = CompressionConfig()
+    """Form in which gradients travel."""
+    bucket_bytes: ChangesSince03[Annotated[int, Field(ge=1024, le=MAX_INTEGER)]] = DEFAULT_BUCKET_BYTES
+    """Gradients that travel together under `ddp`, in bytes of fp32."""
+    layout: KeepsTraining[Literal["given", "auto"]] = "given"
+    """`auto` sizes `replicate`, `shard` and `tensor` and takes a strategy, whatever stands there, whenever a run is
+    opened: of the layouts whose state fits, the one whose exchanges take the least time. It needs the built-in
+    transformer and `launch.device_memory_gib`."""
 
     @model_validator(mode="after")
     def _refuse_what_contradicts(self) -> ParallelConfig:
@@ -79,6 +127,32 @@ class ParallelConfig(Section):
             raise ValueError("offload must be false: ddp keeps the parameters of all blocks on the device all the time")
         if self.context > 1 and self.strategy == "ddp":
             raise ValueError("context must be 1: ddp sums gradients over replicas alone, use zero1")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_compressed(self) -> ParallelConfig:
+        kind = self.compression.kind
+        if kind == "none":
+            return self
+        for axis in ("tensor", "pipeline", "context", "expert"):
+            if getattr(self, axis) > 1:
+                raise ValueError(f"compression.kind must be none with {axis}, whose own exchanges are not compressed")
+        if kind in ("topk", "powersgd", "sign") and self.strategy != "ddp":
+            raise ValueError(f"strategy must be ddp with compression.kind {kind}, which is of whole gradients")
+        if self.strategy != "ddp" and self.replicate > 1:
+            raise ValueError("replicate must be 1 with compression: sums between copies are not compressed, use ddp")
+        if self.offload:
+            raise ValueError("offload must be false with compression: what numbers have lost stays on the device")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_axes_beside_auto(self) -> ParallelConfig:
+        others = [axis for axis in ("context", "pipeline", "expert") if getattr(self, axis) > 1]
+        others += ["offload"] if self.offload else []
+        others += ["compression"] if self.compression.kind != "none" else []
+        if self.layout == "auto" and others:
+            what = " and ".join(others)
+            raise ValueError(f"layout must be given with {what}: auto sizes replicate, shard and tensor only")
         return self
 
     @model_validator(mode="after")
@@ -153,16 +227,20 @@ class ParallelConfig(Section):
         return require_chunks(length, self.context, self.tensor if self.sequence_parallel else 1)
 
 
+Scale = Annotated[float, Field(ge=2.0**-126, le=2.0**126)]
+"""Scale of a loss: fp32 has it, and its inverse."""
+
+
 class LossScaleConfig(Section):
     """Dynamic scale of the loss with `compute: fp16`. It is halved after a step whose gradients are not finite."""
 
-    initial: ChangesSince03[Annotated[float, Field(gt=0.0)]] = 65536.0
+    initial: ChangesSince03[Scale] = 65536.0
     """Scale of the first step."""
-    growth_factor: ChangesSince03[Annotated[float, Field(gt=1.0)]] = 2.0
+    growth_factor: ChangesSince03[Annotated[float, Field(gt=1.0, le=2.0**126)]] = 2.0
     """Factor on the scale after `growth_interval_steps`."""
     growth_interval_steps: ChangesSince03[Count] = 2000
     """Steps in a row with finite gradients after which the scale grows."""
-    minimum: ChangesSince03[Annotated[float, Field(gt=0.0)]] = 1.0
+    minimum: ChangesSince03[Scale] = 1.0
     """Least scale. A step that is skipped at this scale counts for `train.max_nonfinite_steps`; others do not."""
 
     @model_validator(mode="after")
@@ -209,3 +287,12 @@ class PrecisionConfig(Section):
         if self.loss_scale != LossScaleConfig() and self.compute != "fp16":
             raise ValueError(f"loss_scale is of compute fp16, not of {self.compute}")
         return self
+
+    def require_fp32_sums(self, compression: str) -> None:
+        """Raise ValueError where gradients that travel compressed are not summed in fp32, or have the loss's scale."""
+        if self.compute == "fp16":
+            what = "what numbers have lost would have the scale of another step"
+            raise ValueError(f"precision.compute must not be fp16 with parallel.compression {compression}: {what}")
+        if (self.reduce, self.master) != ("fp32", "fp32"):
+            what = f"gradients that travel as {compression} are summed in fp32"
+            raise ValueError(f"precision.reduce and precision.master must be fp32 with parallel.compression: {what}")

@@ -28,6 +28,7 @@ from kftrain.sharding import dataset_drift, mixing
 from kftrain.sharding.unchanged import require_unchanged
 from kftrain.stages import failure, firing, preflight, resolve, windows
 from kftrain.stages.firing import Begun
+from kftrain.stages.layouts import with_layout
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.resolve import OpenedRun
 from kftrain.tasks import build_task, build_task_of
@@ -89,6 +90,9 @@ def shard(
         preflight.check_credentials(config)
         preflight.check_writable(config)
         begun = begun or Begun(config)
+        config, table = with_layout(config)
+        for line in table:
+            progress(line)
         with failure.keep_heartbeat(paths, config) if is_opened(paths) else contextlib.nullcontext():
             config = resolve.with_order(config, paths)
             if begun.skipped is None:

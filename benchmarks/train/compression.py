@@ -1,0 +1,135 @@
+"""Steps whose gradients travel compressed against fp32's, over a link of 100 Mbit/s between two network namespaces.
+
+    python benchmarks/train/compression.py [--rounds 5]
+
+Each of two processes is in a network of its own; a queue of the kernel (`tc tbf`) limits what each of them sends. All
+kinds stand in the same processes and take turns, a step each. Last line: `fp32` -> seconds of a step, each kind -> its
+time over fp32's beside it; medians over the rounds. Or `problem` -> why there can be no such network here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from processes import sent, tokens
+
+from kftrain import config
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.world import World, join_world
+from kftrain.tasks import build_task
+from kftrain.train import session
+
+RATE = "100mbit"
+NAMES = tuple(f"kftrain-{os.getpid()}-{number}" for number in range(2))
+"""Of the networks."""
+ADDRESSES = ("10.99.0.1", "10.99.0.2")
+PORT = 29400
+LENGTH = 64
+"""Tokens of a process and step: so few that the link is what counts."""
+TEXT = """
+task: {kind: language_modeling, sequence_length: 64, tokenizer: bytes}
+model: {kind: transformer, dim: 384, num_layers: 4, num_heads: 6}
+optimizer: {kind: sgd}
+parallel: {strategy: ddp}
+"""
+BUCKETS = "parallel.bucket_bytes=2097152"
+"""Small ones, so that one is packed while another travels."""
+KINDS = ("fp32", "int8", "topk")
+SETTLING_ROUNDS = 2
+
+
+def run(*command: str) -> None:
+    """Run a command of iproute2; raise OSError where that is not allowed."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command[:3])}: {done.stderr.strip()}")
+
+
+@contextmanager
+def linked_networks() -> Iterator[None]:
+    """Two networks with a link between them, within the block."""
+    try:
+        for name in NAMES:
+            run("ip", "netns", "add", name)
+        run("ip", "link", "add", "eth0", "netns", NAMES[0], "type", "veth", "peer", "name", "eth0", "netns", NAMES[1])
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                run("ip", "-n", name, "link", "set", device, "up")
+            limit = ("rate", RATE, "burst", "64kb", "latency", "50ms")
+            run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+        yield
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def measure(world: World, rounds: int) -> dict[str, float]:
+    """Figures of all kinds; see above."""
+    engines, seconds = {}, dict[str, list[float]]()
+    task = build_task(config.parse(TEXT).task)
+    batch = sent(task, tokens(world.rank, 1, LENGTH))
+    reads: Any = argparse.Namespace(steps=lambda first, count: (each for each in [batch]), send_nothing=lambda: None)
+    for kind in KINDS:
+        settings = [] if kind == "fp32" else [f"parallel.compression.kind={kind}", BUCKETS]
+        resolved = config.parse(TEXT, settings)
+        engines[kind], _ = session.build(resolved, task, reads, Mesh(resolved.parallel.shape(world.size), world))
+    for _ in range(rounds + SETTLING_ROUNDS):
+        for kind, engine in engines.items():
+            world.barrier()
+            start = time.perf_counter()
+            engine.set_learning_rate(1e-3)
+            engine.step(batch, world.size * batch.num_terms, world.sum)
+            world.barrier()
+            seconds.setdefault(kind, []).append(time.perf_counter() - start)
+    counted = {kind: np.array(each[SETTLING_ROUNDS:]) for kind, each in seconds.items()}
+    ratios = {kind: statistics.median(each / counted["fp32"]) for kind, each in counted.items()}
+    size = sum(parameter.numel() for parameter in engines["fp32"].model.parameters())
+    return {**ratios, "fp32": statistics.median(counted["fp32"]), "parameters": size}
+
+
+def worker(rank: int, rounds: int) -> None:
+    """Take the steps of one process, whose network this process is in."""
+    names = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": ADDRESSES[0]}
+    names |= {"MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0"}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    torch.set_num_threads(1)
+    with join_world(600.0) as world:
+        found = measure(world, rounds)
+        if world.is_main:
+            print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--worker", type=int, help="used by this script itself")
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        worker(arguments.worker, arguments.rounds)
+        return
+    try:
+        with linked_networks():
+            script = [sys.executable, __file__, "--rounds", str(arguments.rounds), "--worker"]
+            commands = [["ip", "netns", "exec", name, *script, str(rank)] for rank, name in enumerate(NAMES)]
+            started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+            output = [process.communicate()[0] for process in started]
+            assert not any(process.returncode for process in started), output
+            print(output[0].splitlines()[-1])
+    except OSError as error:
+        print(json.dumps({"problem": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Sparse sums of the gradients of replicas: a process sends the largest thousandth of what it has gathered.
+
+Deep Gradient Compression (Lin et al. 2018, arXiv:1712.01887), for SGD with momentum. Each process has a momentum of its
+own gradients, and adds up its momenta until they are sent (momentum correction); of what is sent the momentum begins
+anew (factor masking). Its gradient is clipped before that, by the limit over the square root of the number of processes
+(local clipping). So the optimizer has no momentum, and the engine does not clip. The share that is sent falls to the
+configured one by powers of a quarter (warm-up).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kftrain.parallel.compression.codecs import Rounded, all_gather
+from kftrain.parallel.compression.sums import CompressedSums
+from kftrain.parallel.settings import ParallelConfig
+
+FIRST_DENSITY = 0.25
+NUM_WARMUP_STAGES = 4
+"""Shares of 1/4, 1/16, 1/64 and 1/256 in equal parts of the warm-up, as in the paper."""
+
+
+@dataclass(frozen=True)
+class LocalRule:
+    """Momentum and limit of each process's own gradient, in the place of the optimizer's and the engine's."""
+
+    momentum: float
+    clip_norm: float
+    """Limit of the norm of the sum; 0: none."""
+
+
+class SparseSums(CompressedSums):
+    """Sums of the largest numbers; the feedback is what was not sent yet."""
+
+    def __init__(self, group: dist.ProcessGroup, parallel: ParallelConfig, rule: LocalRule) -> None:
+        super().__init__(group, Rounded(torch.float32), True, parallel.bucket_bytes)
+        self._rule = rule
+        self._config = parallel.compression
+        self._num_steps = 0
+        """Number of steps since the run began, skipped ones with them."""
+
+    def lay_out(self, length: int, device: torch.device) -> None:
+        """See `CompressedSums`."""
+        super().lay_out(length, device)
+        self._momentum = torch.zeros(length, device=device)
+        self._next_momentum = torch.zeros(length, device=device)
+
+    def gather(self) -> None:
+        """Leave in `work` what this process has to send: momenta of its gradients that were not sent yet."""
+        self._work.zero_()
+        self.add_gradients()
+        if self._rule.clip_norm:
+            limit = self._rule.clip_norm / math.sqrt(self._group.size())
+            self._work.mul_(torch.clamp(limit / (torch.linalg.vector_norm(self._work) + 1e-6), max=1.0))
+        torch.add(self._work, self._momentum, alpha=self._rule.momentum, out=self._next_momentum)
+        torch.add(self._feedback, self._next_momentum, out=self._work)
+        self._density = self._find_density()
+        self._num_steps += 1
+
+    def _find_density(self) -> float:
+        warmup, density = self._config.warmup_steps, self._config.density
+        if self._num_steps >= warmup:
+            return density
+        return max(density, FIRST_DENSITY ** (1 + self._num_steps * NUM_WARMUP_STAGES // warmup))
+
+    def exchange_bucket(self, start: int, end: int) -> Iterator[None]:
+        """Sum the largest numbers of all processes; of each process its own, at places of its own."""
+        work, sums, momentum = (vector[start:end] for vector in (self._work, self._sums, self._next_momentum))
+        if self._group.size() == 1:  # nothing travels, and nothing is held back
+            sums.copy_(work)
+            work.zero_()
+            return
+        places = work.abs().topk(math.ceil(self._density * (end - start)), sorted=False).indices
+        own = torch.stack([work[places].view(torch.int32), places.int()]).unsqueeze(0)
+        work[places] = 0.0
+        momentum[places] = 0.0
+        received = own.new_empty(self._group.size(), *own.shape[1:])
+        flight: Any = all_gather(received, own, group=self._group, async_op=True)
+        yield
+        flight.wait()
+        sums.zero_()
+        for values, others in received.unbind():  # in the order of the ranks: all come to the same sums
+            sums.index_add_(0, others, values.view(torch.float32))
+
+    def settle(self, found_inf: torch.Tensor) -> None:
+        """See `CompressedSums`."""
+        super().settle(found_inf)
+        torch.where(found_inf > 0, self._momentum, self._next_momentum, out=self._momentum)
+
+    def save(self) -> dict[str, Any]:
+        """Return what was not sent and the momenta, summed over processes, and the number of steps. Collective."""
+        state = {"momentum": self.sum_up(self._momentum), "num_steps": torch.tensor(self._num_steps)}
+        return super().save() | state
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """See `CompressedSums`."""
+        super().load(state)
+        self.take_chunks(self._momentum, state["momentum"])
+        self._num_steps = int(state["num_steps"])
