@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -69,13 +70,29 @@ class Config(Section):
                 f"train.micro_batch_size ({self.train.most_micro_rows}) exceeds "
                 f"train.global_batch_size ({self.train.global_batch_size})"
             )
+        split = self.parallel.context * self.parallel.tensor * self.parallel.pipeline * self.parallel.expert
+        if self.train.micro_batch_size == "auto" and split > 1:
+            raise ValueError("train.micro_batch_size: auto measures the whole model, which axes of parallel split")
         if self.train.batch_warmup and self.parallel.pipeline > 1:
             raise ValueError("train.batch_warmup must be empty with parallel.pipeline: a schedule has equal steps")
+        if self.train.compile:
+            self._require_compilable()
+        if self.parallel.compression.kind != "none":
+            self.precision.require_fp32_sums(self.parallel.compression.kind)
+        self.parallel.compression.require_optimizer(self.optimizer.kind, bool(self.optimizer.nesterov))
         if self.checkpoint.keep_best and not self.evaluate.interval_steps:
             raise ValueError("checkpoint.keep_best needs periodic evaluations: evaluate.interval_steps must not be 0")
         if self.train.stop_after_no_improvement and not self.checkpoint.keep_best:
             raise ValueError("train.stop_after_no_improvement needs a metric: checkpoint.keep_best must not be empty")
         return self
+
+    def _require_compilable(self) -> None:
+        axes = [f"parallel.{axis}" for axis in ("context", "tensor", "pipeline", "expert")]
+        others = {"model.kind": "mixture_of_experts", "precision.compute": "float8", "precision.master": "bf16"}
+        odd = [axis for axis in axes if attrgetter(axis)(self) > 1] + ["parallel.offload"] * self.parallel.offload
+        odd += [f"{key}: {value}" for key, value in others.items() if attrgetter(key)(self) == value]
+        if odd:
+            raise ValueError(f"train.compile must be false with {odd[0]}: no test compares what is compiled then")
 
     @property
     def model_name(self) -> str:
@@ -207,7 +224,8 @@ def schema() -> dict[str, Any]:
 
 def _explain(error: ValidationError, where: str) -> ConfigError:
     first = error.errors()[0]
-    location = [str(part) for part in first["loc"]]
+    types = ("constrained-", "literal[", "tuple[")  # which pydantic has tried, where a key may have several
+    location = [str(part) for part in first["loc"] if not str(part).startswith(types)]
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
         return ConfigError("unknown key", where=f"{where}: {key}", value=first["input"], fix=_nearest_key(location))

@@ -35,9 +35,9 @@ class LengthGroups:
         """
         positions = np.arange(first_position, first_position + len(samples))
         groups = positions // (self.batch_samples * self.num_batches)
-        own = np.zeros(len(samples), np.int64) if lanes is None else lanes
+        lane_of = np.zeros(len(samples), np.int64) if lanes is None else lanes
         ordered = np.empty_like(samples)
-        ordered[np.lexsort((own, groups))] = samples[np.lexsort((self.lengths(samples), own, groups))]
+        ordered[np.lexsort((lane_of, groups))] = samples[np.lexsort((self.lengths(samples), lane_of, groups))]
         for group in np.unique(groups).tolist():
             start, stop = np.searchsorted(groups, (group, group + 1)).tolist()
             start += -(first_position + start) % self.batch_samples

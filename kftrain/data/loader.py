@@ -109,11 +109,7 @@ class _Share:
         self.offsets = plan.offsets(rank)
         self.weights = plan.weights(rank)
         self.micro_batch_rows = plan.micro_batch_rows
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of a step."""
-        return int(self.offsets.size)
+        self.num_rows = int(self.offsets.size)
 
 
 class _ReadAhead:
@@ -311,16 +307,13 @@ class TrainLoader:
             positions.append((firsts[:, None, None] + self._shares[run.size].offsets).ravel())
         return np.concatenate(positions)
 
-    @property
-    def _max_rows(self) -> int:
-        return max(share.num_rows for share in self._shares.values())
-
     def _make_fetcher(self) -> Fetcher:
         samples, locate, tuning, command = self._samples, self._order.locate, self.tuning, self._command
         if self._decoding is None or tuning.kind == "threads" or command is None:
             max_threads = self._limits.most.workers + self._limits.most.requests
             return Threads(samples, locate, self._decoding, tuning, max_threads)
-        return DecodingProcesses(samples, locate, self._decoding, tuning, self._max_rows, command)
+        max_rows = max(share.num_rows for share in self._shares.values())
+        return DecodingProcesses(samples, locate, self._decoding, tuning, max_rows, command)
 
     def _make(self, read: _Read) -> Made:
         arrays, filled = (read.fetched or read.pending).result()

@@ -53,15 +53,15 @@ class _Rounds:
         components = self.components[slots]
         return components, self.seen[components] + rounds * self.counts[components] + self.ranks[slots]
 
-    def find_in_phase(self, component: int, own: np.ndarray) -> np.ndarray:
-        """Return the positions at which the own positions of a component stand, the inverse of `locate_in_phase`.
+    def find_in_phase(self, component: int, places: np.ndarray) -> np.ndarray:
+        """Return the positions at which `places` in a component's order stand, the inverse of `locate_in_phase`.
 
-        Of a component that pauses, and so never comes to them, they are its own positions: any will do.
+        Of a component that pauses, and so never comes to them, they are these places: any will do.
         """
         count = int(self.counts[component])
         if count == 0:
-            return own
-        rounds, ranks = np.divmod(own - self.seen[component], count)
+            return places
+        rounds, ranks = np.divmod(places - self.seen[component], count)
         slots = np.flatnonzero(self.components == component)[ranks]
         positions: np.ndarray = self.first_position + rounds * len(self.components) + slots
         return positions
@@ -92,19 +92,19 @@ class MixturePhases:
     def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return component, and position in the component's own order, of each position; int64 `[k]` each."""
         numbers = np.searchsorted(self._first_positions, positions, side="right") - 1
-        components, own = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+        components, places = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         for number in np.unique(numbers).tolist():
             chosen = numbers == number
-            components[chosen], own[chosen] = self._phases[number].locate_in_phase(positions[chosen])
-        return components, own
+            components[chosen], places[chosen] = self._phases[number].locate_in_phase(positions[chosen])
+        return components, places
 
-    def find_positions(self, component: int, own: np.ndarray) -> np.ndarray:
-        """Return the position at which each own position of a component stands, int64 `[k]` each."""
-        numbers = np.searchsorted(self._seen[:, component], own, side="right") - 1
-        positions = np.empty(len(own), np.int64)
+    def find_positions(self, component: int, places: np.ndarray) -> np.ndarray:
+        """Return the position at which each of `places` in a component's order stands, int64 `[k]` each."""
+        numbers = np.searchsorted(self._seen[:, component], places, side="right") - 1
+        positions = np.empty(len(places), np.int64)
         for number in np.unique(numbers).tolist():
             chosen = numbers == number
-            positions[chosen] = self._phases[number].find_in_phase(component, own[chosen])
+            positions[chosen] = self._phases[number].find_in_phase(component, places[chosen])
         return positions
 
 
@@ -121,11 +121,11 @@ class MixtureOrder:
 
     def locate(self, positions: np.ndarray) -> np.ndarray:
         """Return numbers of the samples, int64 `[k]`, at positions int64 `[k]`."""
-        components, own = self.phases.split(positions)
+        components, places = self.phases.split(positions)
         located = np.empty(len(positions), np.int64)
         for component in np.unique(components).tolist():
             chosen = components == component
-            located[chosen] = self._orders[component].locate(own[chosen]) + self._starts[component]
+            located[chosen] = self._orders[component].locate(places[chosen]) + self._starts[component]
         return located
 
 

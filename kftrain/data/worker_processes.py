@@ -68,7 +68,7 @@ class DecodingProcesses:
         self._num_asked = 0
         try:
             self._layout = Decoder(samples, decoding).find_layout(locate)
-        except BaseException:
+        except BaseException:  # a signal, too: workers must not outlive the loader
             self.close()
             raise
         fields = self._layout.to_list()

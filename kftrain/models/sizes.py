@@ -55,6 +55,16 @@ def default_ffn_dim(dim: int) -> int:
     return -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
+def count_parameters(options: Mapping[str, Any]) -> int:
+    """Count the parameters of a `transformer`, all of whose options are given."""
+    dim, vocabulary = options["dim"], options["vocab_size"]
+    key_values = (options["num_kv_heads"] or options["num_heads"]) * _head_dim(dim, options["num_heads"])
+    ffn_dim = options["ffn_dim"] or default_ffn_dim(dim)
+    block = 2 * dim * dim + 2 * dim * key_values + 3 * dim * ffn_dim + 2 * dim
+    count: int = options["num_layers"] * block + dim + vocabulary * dim * (1 if options["tie_embeddings"] else 2)
+    return count
+
+
 def splits_of_transformer(
     *, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, sequence_length: int
 ) -> dict[str, int]:

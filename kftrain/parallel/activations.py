@@ -14,9 +14,10 @@ ours count outside of their blocks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -125,8 +126,20 @@ def make_selective_contexts() -> tuple[Any, Any]:
             kept = bool(next(numbers) % PRODUCTS_TO_ONE_RECOMPUTED)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(choose)  # type: ignore[no-untyped-call]
-    return contexts
+    first, again = create_selective_checkpoint_contexts(choose)  # type: ignore[no-untyped-call]
+    return first, _refuse_mutation(again)
+
+
+@contextlib.contextmanager
+def _refuse_mutation(recomputing: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    try:
+        with recomputing:
+            yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        what, fix = "a block changes in place what would be kept of it", "set it to blocks, or change nothing in place"
+        raise ConfigError(what, where="train.activation_checkpointing", value="selective", fix=fix) from error
 
 
 @functools.cache
@@ -137,8 +150,8 @@ def _list_operations(names: tuple[str, ...]) -> frozenset[Any]:
 
 def _draws(operation: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> bool:
     """Tell whether an attention drops: left out in the recomputation, what comes after it would draw other numbers."""
-    given = dict(zip((argument.name for argument in operation._schema.arguments), arguments, strict=False))
-    return bool({**given, **keywords}.get("dropout_p", 0.0))
+    by_name = dict(zip((argument.name for argument in operation._schema.arguments), arguments, strict=False))
+    return bool({**by_name, **keywords}.get("dropout_p", 0.0))
 
 
 class OffloadedBlock(ActivationWrapper):

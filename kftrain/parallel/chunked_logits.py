@@ -50,15 +50,11 @@ class ChunkedLogits(NamedTuple):
         """Return the sum of the losses in nats, fp32, of those `targets` `[...]` that are not `ignored`."""
         if self.peers is not None or self.hidden.dtype != torch.float32:
             return self.cross_entropy(targets).masked_fill(targets == ignored, 0.0).sum()
+        targets = targets.long()  # of other integers torch would take all logits at once
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=self.num_tokens, chunking_method=None)
+        hidden, wanted = self.hidden.flatten(0, -2), targets.flatten()
         return F.linear_cross_entropy(
-            self.hidden.flatten(0, -2),
-            self.weight,
-            targets.flatten(),
-            linear_bias=self.bias,
-            reduction="sum",
-            ignore_index=ignored,
-            options=options,
+            hidden, self.weight, wanted, linear_bias=self.bias, reduction="sum", ignore_index=ignored, options=options
         )
 
     def cross_entropy(self, targets: torch.Tensor) -> torch.Tensor:
@@ -130,7 +126,11 @@ class Finisher:
         """Build a forward that returns what `compute_within` is asked for instead of the output."""
 
         def forward_to_the_end(*arguments: Any, **keywords: Any) -> Any:
-            return self._finish(forward(*arguments, **keywords))
+            returned = forward(*arguments, **keywords)
+            if isinstance(getattr(returned, "output", returned), torch.Tensor):
+                what, fix = "forward makes logits without calling its output_layer()", f"call it, or set {WHERE} to 0"
+                raise UserCodeError(what, where="model.forward", fix=fix)
+            return self._finish(returned)
 
         return forward_to_the_end
 
@@ -191,6 +191,9 @@ def find_output_layer(model: Any, blocks: Sequence[str]) -> nn.Module:
     if not callable(method):
         what, fix = f"{type(model).__name__} does not say which layer makes its logits", "or set this to 0"
         raise ConfigError(what, where=WHERE, fix=f"give the model a method output_layer(), {fix}")
+    if model._forward_hooks:
+        what = f"a forward hook of {type(model).__name__} would be given the loss in the place of its output"
+        raise ConfigError(what, where=WHERE, fix="do in forward what the hook does, or set this to 0")
     layer: nn.Module = method()
     inside = next((name for name in blocks if layer in set(model.get_submodule(name).modules())), None)
     if inside is not None:

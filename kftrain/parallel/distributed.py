@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from kftrain.parallel.gradients import collect_local_gradients
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.sharded import ALONE, Team
 
@@ -30,8 +32,8 @@ class Part:
     """Takes what `save` has returned, with the tensors of a checkpoint in place."""
     is_optional: bool = False
     """True where a training may go on with a checkpoint that does not have it: it begins anew then."""
-    begin: Callable[[], None] = lambda: None
-    """Begins an optional part beside a checkpoint that does not have it, when the other parts are loaded."""
+    begin: Callable[[int], None] = lambda num_steps: None
+    """Begins an optional part after so many steps, beside a checkpoint without it, when the other parts are loaded."""
 
 
 class Agreement(NamedTuple):
@@ -75,6 +77,16 @@ class Distributed:
         """Work on the gradients of a step after its last backward pass, the last registered first. Collective."""
         self.note_gradients: list[Callable[[], None]] = []
         """Work between the backward passes of a step and the exchange of its gradients, where an engine knows when."""
+        self.note_part: Callable[[list[torch.Tensor]], None] | None = None
+        """Is given gradients of a part of the batch: a replica's before their exchange, or a first micro batch's."""
+        self.list_gradients: Callable[[], list[torch.Tensor]] = lambda: collect_local_gradients(model.parameters())
+        """Returns the gradients of the micro batches so far, where nothing is exchanged."""
+        self.metrics: dict[str, torch.Tensor] = {}
+        """Further numbers of the last step, by name: scalars on the device, the same on all processes."""
+        self.when_dropped: list[Callable[[nn.Parameter], None]] = []
+        """Work on a parameter that no process has used, before its gradient is dropped."""
+        self.when_decided: list[Callable[[torch.Tensor], None]] = []
+        """Work after an update, given a scalar on the device that is 1 where the step was skipped, else 0."""
         self.agreements: list[Agreement] = []
         """Values that transforms must know of all processes in each step."""
         self.parts: dict[str, Part] = {}
@@ -107,6 +119,11 @@ class Distributed:
         # of the masters; then sums over an axis; the model's own hooks last, since they see gradients of all samples.
         for work in reversed(self.after_backward):
             work()
+
+    def settle(self, found_inf: torch.Tensor) -> None:
+        """Tell whether the step was skipped: then `found_inf` is 1."""
+        for work in self.when_decided:
+            work(found_inf)
 
     def agree(self, sum_over_all: Callable[[list[float]], list[float]]) -> None:
         """Sum the numbers of all agreements at once, even if there are none, and settle them. Collective."""

@@ -75,7 +75,7 @@ class WorkingCopies:
             parameter_like(master, local(master).detach().to(compute, copy=True)) for master in self._masters
         ]
         self._copy_of = dict(zip(self._masters, self._copies, strict=True))
-        self._sums: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, torch.Tensor] = {}
         """Gradients of this step so far, by the number of the parameter."""
         for number, copy in enumerate(self._copies):
             if copy.requires_grad:
@@ -95,18 +95,18 @@ class WorkingCopies:
 
     def hand_over(self) -> None:
         """Give the masters the gradients of this step, in their own format; a parameter that was not used gets none."""
-        for number, total in self._sums.items():
+        for number, total in self.sums.items():
             self._masters[number].grad = _distribute_like(self._masters[number], total.to(self._masters[number].dtype))
-        self._sums.clear()
+        self.sums.clear()
 
     def _take_gradient(self, number: int, copy: torch.Tensor) -> None:
         # After each micro batch: left in place, autograd would add the next one to it in the format of the computation,
         # and small gradients would be lost in bf16.
         assert copy.grad is not None
-        if number in self._sums:
-            self._sums[number] += copy.grad
+        if number in self.sums:
+            self.sums[number] += copy.grad
         else:  # `to` may return the gradient itself; it is the sum's alone once the copy has let go of it below
-            self._sums[number] = copy.grad.to(self._reduce)
+            self.sums[number] = copy.grad.to(self._reduce)
         copy.grad = None
 
 

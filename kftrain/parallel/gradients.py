@@ -43,6 +43,8 @@ class UsedParameters:
             assert isinstance(root, FSDPModule)
             if self._brings_zeros:
                 root.set_reduce_scatter_unused_params(True)
+        self.when_dropped: Sequence[Callable[[nn.Parameter], None]] = ()
+        """Work on a parameter before its zero gradient is removed."""
         self._num_processes = world.size
         named = {name.replace(_CHECKPOINT_PREFIX, ""): parameter for name, parameter in model.named_parameters()}
         self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -84,6 +86,8 @@ class UsedParameters:
             if parameter is None:  # of another stage
                 continue
             if not users:
+                for work in self.when_dropped:
+                    work(parameter)
                 parameter.grad = None
             elif users < self._num_processes and not self._brings_zeros:
                 raise ConfigError(

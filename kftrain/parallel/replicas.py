@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
+from torch.futures import Future
 
 from kftrain.parallel.formats import list_slots
 from kftrain.parallel.initialize import replace_parameters
@@ -35,6 +36,7 @@ class Replicas:
         device: torch.device,
         compute: torch.dtype,
         reduce: torch.dtype,
+        note: Callable[[list[torch.Tensor]], None] | None,
     ) -> None:
         """The model may have no memory yet; it keeps the names of its parameters."""
         self._model = model
@@ -50,7 +52,7 @@ class Replicas:
         self._compute = compute
         self._has_begun = False
         # Without a hook they would be averaged. torch refuses annotations that are strings, as those here are.
-        cast(Any, model).register_comm_hook(group, lambda group, bucket: _sum_bucket(bucket, group, reduce))
+        cast(Any, model).register_comm_hook(group, lambda group, bucket: _sum_bucket(bucket, group, reduce, note))
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -73,9 +75,11 @@ class Replicas:
         cast(Any, self._model).set_requires_gradient_sync(does)
 
 
-def _sum_bucket(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
+def _sum_bucket(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype, note: Any) -> Future[Any]:
     """Sum a bucket of gradients over the group in this format, while the backward pass goes on."""
     buffer: torch.Tensor = bucket.buffer()
+    if note is not None:
+        note([buffer])
     small = buffer.to(dtype)
     work = cast(dist.Work, dist.all_reduce(small, group=group, async_op=True))
     return work.get_future().then(lambda _: small if small is buffer else buffer.copy_(small))

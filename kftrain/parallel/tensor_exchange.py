@@ -82,9 +82,9 @@ class Peers:
         """Return the sum over all processes of their parts for this one. `parts`: `[size, ...]`. Collective."""
         parts = parts.contiguous()
         if parts.device.type != "cpu":
-            own = parts.new_empty(parts.shape[1:])
-            _reduce_scatter(own.view(-1), parts.view(-1), group=self.group)
-            return own
+            part = parts.new_empty(parts.shape[1:])
+            _reduce_scatter(part.view(-1), parts.view(-1), group=self.group)
+            return part
         # Gloo has no reduce-scatter; torch would all-reduce the whole, which sends twice as much. Each process is sent
         # only its own part by every other one, and sums in the order of the ranks.
         return self.exchange_parts(parts).sum(0)
@@ -199,9 +199,9 @@ class Regrouped:
     def _return_to_keepers(self, gradient: torch.Tensor) -> torch.Tensor:
         order, sent, received = self._find_routes(gradient.device)
         returned = self._exchange_rows(gradient.contiguous(), received, sent)
-        own = torch.empty_like(returned)
-        own[order] = returned  # they return in the order in which they were sent
-        return own
+        rows = torch.empty_like(returned)
+        rows[order] = returned  # they return in the order in which they were sent
+        return rows
 
     def _exchange_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         result = rows.new_empty((sum(received), *rows.shape[1:]))

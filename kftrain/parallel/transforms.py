@@ -25,6 +25,9 @@ from torch.distributed.tensor import DTensor
 from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
 from kftrain.parallel.chunked_logits import ChunkLogits
+from kftrain.parallel.compression.replicas import CompressReplicas
+from kftrain.parallel.compression.shards import CompressShards
+from kftrain.parallel.compression.sparse import LocalRule
 from kftrain.parallel.context import CutSequences
 from kftrain.parallel.distributed import Distributed, Transform
 from kftrain.parallel.expert import SpreadExperts
@@ -82,6 +85,7 @@ class Formats:
             copies = functools.cache(lambda: WorkingCopies(distributed.model, compute, reduce))
             distributed.around_step.append(lambda: copies().in_place())
             distributed.after_backward.append(lambda: copies().hand_over())
+            distributed.list_gradients = lambda: list(copies().sums.values())
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Replicate:
         cast_inputs(model, blocks, compute, until_fit=compute == torch.float32)
         # The same group for the team: matrices that one process computes for all are those of these replicas.
         group = mesh.group(["replicate"])
-        replicas = Replicas(model, group, mesh.world.device, compute, reduce)
+        replicas = Replicas(model, group, mesh.world.device, compute, reduce, distributed.note_part)
         distributed.team = Team((group,))
         distributed.around_step.append(replicas.computing)
         distributed.before_micro_batch.append(replicas.exchange)
@@ -112,12 +116,14 @@ def list_transforms(
     split_logits: bool = False,
     forward_only: bool = False,
     loss_chunk_tokens: int = 0,
+    rule: LocalRule | None = None,
 ) -> list[Transform]:
     """List the transforms of a configuration on a mesh, in their order.
 
     `within_blocks`: what is done to single blocks, after they are split and before they are spread.
     `split_logits`: the code that computes the loss takes logits that are split over the axis `tensor`.
     `forward_only`: there will be no backward pass. `loss_chunk_tokens`: see `ChunkLogits`; 0: whole logits.
+    `rule`: see `SparseSums`.
     """
     is_split = shape.tensor > 1
     splitting = SplitTensors(parallel.sequence_parallel, split_logits, loss_chunk_tokens)
@@ -129,12 +135,16 @@ def list_transforms(
     first += [ChunkLogits(loss_chunk_tokens, is_split)] if loss_chunk_tokens else []
     first += within_blocks
     formats = (precision.compute, precision.reduce)
+    is_compressed = parallel.compression.kind != "none" and not forward_only
+    if is_compressed and (parallel.stage == "ddp" or shape.size == 1):
+        return [*first, ToDevice(), CompressReplicas(parallel, rule), Formats(*formats)]
     if shape.replicate * shape.num_shards == 1:
         return [*first, ToDevice(), Formats(*formats)]
     if parallel.stage == "ddp" and shape.size == shape.replicate:
         return [*first, ToDevice(), Replicate(*formats)]
     sharding = resolve_sharding(parallel.stage, parallel.exchange)
-    return [*first, FullyShard(*formats, sharding, parallel.offload, forward_only)]
+    packing = [CompressShards(parallel.compression)] if is_compressed else []
+    return [*first, FullyShard(*formats, sharding, parallel.offload, forward_only), *packing]
 
 
 def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, blocks: Sequence[str]) -> Distributed:

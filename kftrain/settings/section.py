@@ -56,7 +56,8 @@ class Section(BaseModel):
     def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false where a number is expected: Python takes true for 1."""
         kinds = str(cls.model_fields[info.field_name or ""].annotation)
-        if isinstance(value, bool) and re.search(r"\b(int|float)\b", kinds) and "bool" not in kinds:
+        has_truth = any(isinstance(part, bool) for part in (value if isinstance(value, list) else [value]))
+        if has_truth and re.search(r"\b(int|float)\b", kinds) and "bool" not in kinds:
             raise ValueError("must be a number")
         return value
 

@@ -27,7 +27,9 @@ class Averages:
         self._names = {weight: names for weight, names in list_parameter_names(model).items() if weight.requires_grad}
         self._weights = list(self._names)
         self._averages = [weight.detach().to(torch.float32, copy=True) for weight in self._weights]
-        device = local(self._averages[0]).device if self._averages else None
+        # Of any parameter, since a stage whose parameters are all frozen counts the steps, too: one of the processes
+        # writes the count into checkpoints, for all.
+        device = next((local(weight).device for weight in model.parameters()), None)
         self._num_steps = torch.zeros((), device=device)
         """Number of steps that were not skipped: on the device, as the decision to skip one is."""
         self._decay = decay
@@ -36,10 +38,10 @@ class Averages:
     @torch.no_grad()
     def update(self, found_inf: torch.Tensor) -> None:
         """Move the averages to the weights that a step has left; they stay where `found_inf` is 1."""
-        if not self._averages:
-            return
         counts = 1.0 - found_inf.to(self._num_steps.device)
         self._num_steps.add_(counts)
+        if not self._averages:
+            return
         # 1 up to the first step after the start, which copies the weights; and 0 for a skipped one.
         share = torch.rsub(self._num_steps, self._start_steps + 2.0).clamp_(1.0 - self._decay, 1.0).mul_(counts)
         weights = [local(weight).float() for weight in self._weights]
@@ -77,10 +79,10 @@ class Averages:
         return Part(1, save, load, is_optional=True, begin=self._begin)
 
     @torch.no_grad()
-    def _begin(self) -> None:
-        """Begin with the weights of a checkpoint."""
+    def _begin(self, num_steps: int) -> None:
+        """Begin with the weights of a checkpoint after so many steps."""
         _copy([local(average) for average in self._averages], [local(weight) for weight in self._weights])
-        self._num_steps.fill_(self._start_steps)
+        self._num_steps.fill_(min(num_steps, self._start_steps))
 
 
 @torch.no_grad()

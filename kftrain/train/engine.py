@@ -78,28 +78,28 @@ class Parts:
         """List the parts of a checkpoint with these `versions` that this training has not, and can do without."""
         return [name for name in versions if name in DISPENSABLE and name not in self._parts]
 
-    def begin(self, names: Collection[str]) -> None:
-        """Begin these optional parts anew, beside others that were loaded."""
+    def begin(self, names: Collection[str], num_steps: int) -> None:
+        """Begin these optional parts anew after so many steps, beside others that were loaded."""
         for name in names:
-            self._parts[name].begin()
+            self._parts[name].begin(num_steps)
 
     def require_same(self, versions: dict[str, int], where: str) -> None:
         """Raises CheckpointError where a checkpoint at `where` has other parts than these, or other `versions`.
 
         It may lack optional ones, and have those that a training can do without.
         """
-        own = {name: version for name, version in self.versions.items() if name not in self.list_missing(versions)}
+        needed = {name: version for name, version in self.versions.items() if name not in self.list_missing(versions)}
         versions = {name: versions[name] for name in versions if name not in self.list_dispensable(versions)}
         # Sorted, so that all processes name the same part.
-        odd = next((name for name in sorted({*versions, *own}) if versions.get(name) != own.get(name)), None)
+        odd = next((name for name in sorted({*versions, *needed}) if versions.get(name) != needed.get(name)), None)
         if odd is None:
             return
         if odd not in versions:
             what = f"the checkpoint has no {odd!r}, which this training needs"
-        elif odd not in own:
+        elif odd not in needed:
             what = f"the checkpoint holds {odd!r}, which this release or this training does not know"
         else:
-            what = f"the checkpoint holds version {versions[odd]} of {odd!r}, this release reads version {own[odd]}"
+            what = f"the checkpoint holds version {versions[odd]} of {odd!r}, this release reads version {needed[odd]}"
         fix = "resume with the release and the settings that wrote it, or start a new run"
         raise CheckpointError(what, where=where, fix=fix)
 

@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from kftrain.checkpoint import load
 from kftrain.checkpoint.save import CheckpointWriter
 from kftrain.config import Config
@@ -112,7 +114,7 @@ class Loop:
         state = {name: part for name, part in self._engine.state.save().items() if name not in missing}
         load.load_into(state, loaded.uri, loaded.manifest.files)
         self._engine.state.load(state)
-        self._engine.state.begin(missing)
+        self._engine.state.begin(missing, loaded.manifest.step)
         self._left_out.resume(loaded.manifest.bad_samples)
         self.best.resume(loaded.manifest.selection)
         return loaded.manifest.step
@@ -154,10 +156,10 @@ class Loop:
         # One exchange for everything: as a sum a flag is set for all where one has set it. Every decision that could
         # differ (a signal, a clock, a thread's end) is read here once, and nowhere else in the step.
         batch, saves = next(batches, None), self._saves
-        own = batch.num_terms if batch is not None and self._engine.mesh.counts_rows else 0
+        num_terms = batch.num_terms if batch is not None and self._engine.mesh.counts_rows else 0
         bad_samples = [] if batch is None else batch.bad_samples
         flags = (self._stop.requested, saves.busy, saves.overdue, saves.due, bad_samples)
-        answers = self._world.sum([own, *(float(bool(flag)) for flag in flags), *values])
+        answers = self._world.sum([num_terms, *(float(bool(flag)) for flag in flags), *values])
         terms, stop, saving, overdue, due, bad, *sums = answers
         if bad:
             self._left_out.take(bad_samples)
@@ -194,7 +196,9 @@ class Loop:
         done, measured = self._pending
         self._pending = None
         self._local_loss, self._gradient_norm, self._step_metrics = measured.read()
-        scale, minimum = self._step_metrics.get(loss_scale.PART, 0.0), self._config.precision.loss_scale.minimum
+        # The least scale as the device has it, in fp32: 0.1 is a little larger there, and would never be reached.
+        minimum = float(np.float32(self._config.precision.loss_scale.minimum))
+        scale = self._step_metrics.get(loss_scale.PART, 0.0)
         if math.isfinite(self._gradient_norm):
             self._num_nonfinite = 0
         elif scale <= minimum:  # above it the scale was too large, and is halved by now
@@ -213,6 +217,8 @@ class Loop:
         last = done == config.train.steps
         if last or done % config.train.log_interval_steps == 0:
             self._read_last_step()
+            if last and self._step_metrics.get(loss_scale.NUM_SKIPPED) == done and self._world.is_main:
+                to_log(f"warning: all {done} steps were skipped in fp16: the weights are those of the beginning")
             self._record(done)
         improved = False
         if config.evaluate.interval_steps and (done % config.evaluate.interval_steps == 0 or last):

@@ -24,6 +24,9 @@ BACKOFF_FACTOR = 0.5
 PART = "loss_scale"
 """Name of the part of a checkpoint, and of the metric."""
 
+NUM_SKIPPED = "skipped_steps"
+"""Name of the metric that counts the steps that were skipped."""
+
 
 class LossScale:
     """The scale of a training's loss; a transform, and the first one, so that it unscales when all gradients are there.
@@ -74,17 +77,17 @@ class LossScale:
         growth = self._config.growth_factor, BACKOFF_FACTOR, self._config.growth_interval_steps
         torch._amp_update_scale_(self._scale, self._num_good_steps, found_inf, *growth)
         self._scale.clamp_(min=self._config.minimum)
-        return {PART: used, "skipped_steps": self._num_skipped.clone()}
+        return {PART: used, NUM_SKIPPED: self._num_skipped.clone()}
 
     @torch.no_grad()
     def _unscale(self) -> None:
         """Divide all gradients by the scale, and note whether one of them is not finite."""
-        own = gradients.collect_local_gradients(self._parameters)
-        device = own[0].device if own else self._scale.device  # offloaded gradients are on the host
+        scaled = gradients.collect_local_gradients(self._parameters)
+        device = scaled[0].device if scaled else self._scale.device  # offloaded gradients are on the host
         self._found_inf = torch.zeros((), device=device)
-        if own:
+        if scaled:
             factor = self._scale.double().reciprocal().float().to(device)
-            torch._amp_foreach_non_finite_check_and_unscale_(own, self._found_inf, factor)
+            torch._amp_foreach_non_finite_check_and_unscale_(scaled, self._found_inf, factor)
 
     def _save(self) -> dict[str, Any]:
         return {"scale": self._scale, "num_good_steps": self._num_good_steps, "num_skipped": self._num_skipped}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
+import math
 import weakref
 from typing import Any
 
@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import to_log
-from kftrain.data.loader import MicroBatch
+from kftrain.data.loader import MicroBatch, measure_own_bytes
 from kftrain.data.order import BatchPlan
-from kftrain.errors import ConfigError
+from kftrain.errors import ConfigError, UserCodeError
 from kftrain.models.registry import build_model
 from kftrain.parallel import blocks, initialize
 from kftrain.parallel.chunked_logits import ChunkLogits
@@ -33,7 +33,6 @@ from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.formats import DTYPES, cast_inputs
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.strategies import estimate_state_bytes
-from kftrain.process.machine import read_available_bytes
 from kftrain.run import documents
 from kftrain.run.documents import MicroBatchChoice
 from kftrain.tasks.base import Task
@@ -54,21 +53,18 @@ memory of their own."""
 def resolve_micro_batch(training: Training, mesh: Mesh) -> Training:
     """Return the training with a number in place of `auto`: the one of the run's last attempt in this layout, if any.
 
-    Collective. Raises ConfigError where not one row fits, or an axis splits the model.
+    Collective. Raises ConfigError where not one row fits.
     """
-    config, shape = training.config, mesh.shape
+    config = training.config
     if config.train.micro_batch_size != "auto":
         return training
-    if shape.size != shape.replicate * shape.num_shards or shape.expert > 1:
-        what = "auto measures the whole model, which the processes split"
-        raise ConfigError(what, where=WHERE, value="auto", fix="set a number, or use no axis but shard and replicate")
     uri, layout = training.paths.micro_batch, storage.digest_json(_describe_layout(config, mesh))
     known = documents.read_if_exists(MicroBatchChoice, uri) if mesh.world.is_main else None
     rows = mesh.world.from_main(known.rows if known and known.layout == layout else 0)
     if not rows:
-        own = list[int]()
-        mesh.world.agree(lambda: own.append(find_rows(training, mesh)))
-        rows = min(mesh.world.gather(own[0]))
+        answers = list[int]()
+        mesh.world.agree(lambda: answers.append(find_rows(training, mesh)))
+        rows = min(mesh.world.gather(answers[0]))
         if mesh.world.is_main:
             storage.publish_json(uri, MicroBatchChoice(rows=rows, layout=layout).to_dict())
             to_log(f"{WHERE}: auto takes {rows}")
@@ -78,10 +74,11 @@ def resolve_micro_batch(training: Training, mesh: Mesh) -> Training:
 
 def _describe_layout(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Describe what the answer depends on, beside the model."""
-    train = config.train.model_dump(mode="json", include={"activation_checkpointing", "checkpointed_blocks"})
-    sections = {"parallel": config.parallel.model_dump(mode="json"), "precision": config.precision.compute}
-    chunk, device = config.train.loss_chunk_tokens, mesh.world.device.type
-    return {**train, **sections, "processes": mesh.world.size, "chunk": chunk, "device": device}
+    keys = {"activation_checkpointing", "checkpointed_blocks", "loss_chunk_tokens", "average_decay"}
+    train, parallel = (part.model_dump(mode="json") for part in (config.train, config.parallel))
+    kept = {key: train[key] for key in keys}
+    sections = {"parallel": parallel, "precision": config.precision.compute}
+    return {**kept, **sections, "processes": mesh.world.size, "device": mesh.world.device.type}
 
 
 def find_rows(training: Training, mesh: Mesh) -> int:
@@ -93,15 +90,17 @@ def find_rows(training: Training, mesh: Mesh) -> int:
     peaks = [
         _measure_peak(model, training.task, probe.take_first_rows(micro, count), device) for count in (1, num_tried)
     ]
-    row_bytes = max(peaks[1] - peaks[0], 1)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else read_available_bytes() / _count_neighbours()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else measure_own_bytes()
     state_bytes = _count_state_bytes(training.config, model, mesh)
+    if math.inf in peaks:
+        return choose_rows(1, peaks[0], state_bytes, free)
+    row_bytes = max(peaks[1] - peaks[0], 1)
     return choose_rows(share.micro_batch_rows, row_bytes, peaks[0] - row_bytes + state_bytes, free)
 
 
 def _read_rows(training: Training, mesh: Mesh, count: int) -> MicroBatch:
-    """Read a micro batch of the first rows of this process."""
-    train = training.config.train.model_copy(update={"micro_batch_size": count})
+    """Read a micro batch of the first rows of this process, as it would be in a batch of the final size."""
+    train = training.config.train.model_copy(update={"micro_batch_size": count, "batch_warmup": ()})
     trying = dataclasses.replace(training, config=training.config.model_copy(update={"train": train}))
     count_terms = functools.partial(count_loss_terms, training.task)
     with (
@@ -138,13 +137,26 @@ def _build_model(training: Training, mesh: Mesh) -> nn.Module:
     return model
 
 
-def _measure_peak(model: nn.Module, task: Task, micro: MicroBatch, device: torch.device) -> int:
-    """Measure the bytes that the loss of some rows and its gradients take at the most, parameters not counted."""
+def _measure_peak(model: nn.Module, task: Task, micro: MicroBatch, device: torch.device) -> float:
+    """Measure the bytes that the loss of some rows and its gradients take at the most, parameters not counted.
+
+    Infinite where there is not so much memory.
+    """
     tensors = receive_tensors(task, micro, device)
-    with probe.isolate((0, 0), device), CountedBytes() as counted:
-        compute_loss_sum(model, task, tensors).backward()  # type: ignore[no-untyped-call]
+    try:
+        with probe.isolate((0, 0), device), CountedBytes() as counted:
+            compute_loss_sum(model, task, tensors).backward()  # type: ignore[no-untyped-call]
+    except (RuntimeError, MemoryError, UserCodeError) as error:
+        if not _is_out_of_memory(error.__cause__ or error):
+            raise
+        return math.inf
     peak_bytes: int = counted.peak_bytes
     return peak_bytes
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # On a CPU torch raises a RuntimeError like any other.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 class CountedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -158,10 +170,10 @@ class CountedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         made = operation(*arguments, **(keywords or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((arguments, keywords)) if _has_memory(leaf)}
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((arguments, keywords)) if _has_memory(leaf)}
         for memory in [leaf.untyped_storage() for leaf in tree_leaves(made) if _has_memory(leaf)]:
             key = memory._cdata
-            if key not in given and key not in self._bytes:
+            if key not in inputs and key not in self._bytes:
                 self._bytes[key] = memory.nbytes()
                 weakref.finalize(memory, self._bytes.pop, key, None)
         self.peak_bytes = max(self.peak_bytes, sum(self._bytes.values()))
@@ -177,19 +189,16 @@ def _has_memory(leaf: Any) -> bool:
 
 
 def _count_state_bytes(config: Config, model: nn.Module, mesh: Mesh) -> int:
-    """Count the bytes of parameters, gradients and optimizer state of a process."""
+    """Count the bytes of parameters, gradients, optimizer state and averages of a process."""
     parameter_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    average_bytes = parameter_bytes // mesh.shape.num_shards if config.train.average_decay else 0
     strategy = "ddp" if mesh.shape.num_shards == 1 else config.parallel.stage
     half = config.precision.compute != "fp32"
-    return estimate_state_bytes(strategy, parameter_bytes, mesh.shape.num_shards, accumulates=True, half=half)
+    options = {"accumulates": True, "half": half}
+    return average_bytes + estimate_state_bytes(strategy, parameter_bytes, mesh.shape.num_shards, **options)
 
 
-def _count_neighbours() -> int:
-    """Count the processes that share this machine's memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def choose_rows(share: int, row_bytes: int, fixed_bytes: int, free_bytes: float) -> int:
+def choose_rows(share: int, row_bytes: float, fixed_bytes: float, free_bytes: float) -> int:
     """Return the rows of the largest micro batch that fits, as a process's share is cut into equal ones.
 
     Args:
@@ -204,6 +213,7 @@ def choose_rows(share: int, row_bytes: int, fixed_bytes: int, free_bytes: float)
     if fitting < 1:
         need, have = (f"{count / 2**30:.3g} GiB" for count in (fixed_bytes + row_bytes, USED_SHARE * free_bytes))
         what = f"one row needs {need}, of which {have} may be taken"
+        what = "one row needs more memory than there is" if math.isinf(row_bytes) else what
         fix = "use train.activation_checkpointing, train.loss_chunk_tokens or more processes"
         raise ConfigError(what, where=WHERE, value="auto", fix=fix)
     return -(-share // -(-share // fitting))

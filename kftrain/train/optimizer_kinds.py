@@ -370,7 +370,7 @@ class Adafactor(SkippingOptimizer):
             for owner, gradient in zip(parameters, gradients, strict=True)
         ]
         sums = sum_over_parts([_sum_squares(part) for part in parts], parameters)
-        rates = [_make_update(part, own, group["lr"], counts) for part, own in zip(parts, sums, strict=True)]
+        rates = [_make_update(part, whole, group["lr"], counts) for part, whole in zip(parts, sums, strict=True)]
         squares = sum_over_parts([part.gradient.square().sum() for part in parts], parameters)
         for part, rate, square in zip(parts, rates, squares, strict=True):
             size = (square / part.parameter.numel()).sqrt()

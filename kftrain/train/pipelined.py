@@ -79,14 +79,15 @@ class PipelinedEngine(SpmdEngine):
         self._group, device = self.mesh.group(["pipeline"]), self.mesh.world.device
         self._numbers = stages.list_stages(cut.schedule, dist.get_rank(self._group), self.mesh.shape.pipeline)
         numbered = zip(self._stages, self._numbers, strict=True)
-        torchs = [Stage(module, number, self._last + 1, device, group=self._group) for module, number in numbered]
-        for stage in torchs:
+        scheduled = [Stage(module, number, self._last + 1, device, group=self._group) for module, number in numbered]
+        for stage in scheduled:
             stage.model = self.model
         facts = stages.SCHEDULES[cut.schedule]
-        own: Any = torchs[0] if facts.stages_per_process == 1 else torchs
-        new: Any = get_schedule_class(facts.torch_name)
+        one_or_all: Any = scheduled[0] if facts.stages_per_process == 1 else scheduled
+        schedule_class: Any = get_schedule_class(facts.torch_name)
         # Not scaled: a loss is divided by the terms of the whole step already, whatever the number of micro batches.
-        self._schedule = new(own, num_micro_batches, loss_fn=lambda loss, _: self.scale_loss(loss), scale_grads=False)
+        options = {"loss_fn": lambda loss, _: self.scale_loss(loss), "scale_grads": False}
+        self._schedule = schedule_class(one_or_all, num_micro_batches, **options)
         for module in self._stages:
             module.draws = self._draws
             module.before_exchange = distributed.note_gradients

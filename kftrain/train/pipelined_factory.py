@@ -42,11 +42,11 @@ def build_pipelined_engine(
         to_log(line)
     place = mesh.shape.coordinates(mesh.world.rank)["pipeline"]
     numbers = stages.list_stages(name, place, size)
-    own = [block for stage in numbers for block in list_blocks(plain.model, plain.block_names, cut.ranges[stage])]
+    blocks = [block for stage in numbers for block in list_blocks(plain.model, plain.block_names, cut.ranges[stage])]
     empty_other_stages(initialize.places_of(plain.model), cut.users, place)
     into_stages = CutIntoStages(cut, name, DTYPES[config.precision.compute], plain.block_names)
     kind = functools.partial(PipelinedEngine, cut=into_stages, num_micro_batches=plain.plan.num_micro_batches)
-    return make_engine(plain, config, task, mesh, [into_stages], kind, own), plain.description
+    return make_engine(plain, config, task, mesh, [into_stages], kind, blocks), plain.description
 
 
 def describe_stages(cut: Cut, name: str, num_micro_batches: int, num_processes: int) -> list[str]:

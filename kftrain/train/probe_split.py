@@ -148,7 +148,7 @@ def require_same_as_whole(
     everyones: list[Any] = [None] * size
     dist.all_gather_object(everyones, (split, whole), group=group)
     shares = _find_shares(distributed, size, is_cut)
-    mesh.world.agree(lambda: _compare([own for own, _ in everyones], [whole for _, whole in everyones], shares, is_cut))
+    mesh.world.agree(lambda: _compare([cut for cut, _ in everyones], [whole for _, whole in everyones], shares, is_cut))
 
 
 def _find_shares(distributed: Distributed, size: int, is_cut: bool) -> Shares:
@@ -269,8 +269,8 @@ class _Weights:
         if self._change:
             draw.manual_seed(self._change)
             value *= 1 + CHANGE * torch.randn(shape, generator=draw, device=device)
-        own = value[index_of(self._parameters[name])]
-        return value if own.shape == value.shape else own.clone()
+        part = value[index_of(self._parameters[name])]
+        return value if part.shape == value.shape else part.clone()
 
 
 def _compare(split: list[Record], whole: list[Record], shares: Shares, is_cut: bool) -> None:
@@ -285,16 +285,16 @@ def _compare(split: list[Record], whole: list[Record], shares: Shares, is_cut: b
         return
     odd: list[Label] = []
     for label, references in first.items():
-        own = [record.get(label, nothing)[0] for record in split]
+        numbers = [record.get(label, nothing)[0] for record in split]
         share = shares(*label[:2])
         if share is not None:
             # What is summed at the end of a step only, or with the loss, becomes whole there. Products are linear:
             # those of the sum are the sum of the processes' products.
-            own = [[share * sum(values) for values in zip(*own, strict=True)]] * size
+            numbers = [[share * sum(values) for values in zip(*numbers, strict=True)]] * size
         for rank, reference in enumerate(references if math.isfinite(sum(map(sum, references))) else []):
             moved = max(math.dist(reference, record.get(label, nothing)[rank]) for record in whole[1:])
             limit = MAX_RATIO * moved + MAX_DIFFERENCE * math.hypot(*reference)
-            odd += [] if math.dist(own[rank], reference) <= limit else [label]
+            odd += [] if math.dist(numbers[rank], reference) <= limit else [label]
     if any(name == "" or kind != "output" for name, kind, _ in odd):
         raise ConfigError(
             f"with its {'sequences cut' if is_cut else 'matrices split'} the model computes another {odd[0][1]} "

@@ -181,7 +181,7 @@ def _take_steps(
     grace_seconds = TRACKER_GRACE_SECONDS
     try:
         last_step = loop.run(loop.resume(loaded))
-    except Exception as error:
+    except Exception as error:  # whatever it is, for it is raised again
         known, _ = leave_error(error)  # first: the save in flight may take long, and others wait meanwhile
         if known is None or known.exit_code < FIRST_RETRYABLE_CODE:
             grace_seconds = TRACKER_TIMEOUT_SECONDS

@@ -183,17 +183,22 @@ class TrainConfig(Section):
     """Steps before the averages begin; until then they are the weights themselves."""
     gradient_clip_norm: ChangesTraining[Annotated[float, Field(ge=0.0)]] = 1.0
     """Global norm that gradients are scaled down to; 0 disables clipping."""
-    activation_checkpointing: KeepsTraining[Literal["none"] | CheckpointingMethod] = "none"
+    activation_checkpointing: KeepsTraining[Literal["none", CheckpointingMethod]] = "none"
     """Activations that blocks keep for the backward pass. `none`: all of them; `blocks`: their input, from which the
     rest is computed again; `selective`: also the results of attention and of two in three matrix products; `offload`:
     all, on the host."""
     checkpointed_blocks: KeepsTraining[Count | tuple[Amount | str, ...]] = 1
     """Blocks that `activation_checkpointing` is for: k for the first of every k blocks (1: all), or a list of numbers
     from 0 and patterns of names, such as `[0, model.layers.1?]`."""
+    compile: KeepsTraining[bool] = False
+    """Compile the blocks of the model with `torch.compile`. The first steps wait for it; later ones take less time and
+    memory. It needs a compiler where the workers run, and no axis that splits the model or its sequences."""
     loss_chunk_tokens: KeepsTraining[Amount] = 0
     """Tokens whose logits are computed at a time, for the loss and for metrics, so that all logits are never there; 0:
     all at once. 256 suits a large vocabulary. The task must take logits in parts, and the model have an `output_layer`,
     as `language_modeling` and the built-in transformers do."""
+    noise_scale: KeepsTraining[bool] = False
+    """Log and track the gradient noise scale, in samples: under `ddp`, or on one process with several micro batches."""
     log_interval_steps: KeepsTraining[Count] = 10
     """Steps between two recorded points of loss, learning rate and speed."""
     stop_after_no_improvement: KeepsTraining[Amount] = 0
@@ -212,7 +217,7 @@ class TrainConfig(Section):
         return text
 
     @model_validator(mode="after")
-    def _grows(self) -> TrainConfig:
+    def _refuse_what_contradicts(self) -> TrainConfig:
         sizes = self.batch_sizes.sizes
         if sizes != sorted(set(sizes)):
             raise ValueError(f"batch_warmup must grow up to global_batch_size, got {', '.join(map(str, sizes))}")
@@ -222,6 +227,10 @@ class TrainConfig(Section):
     def _averages_or_not(self) -> TrainConfig:
         if self.average_start_steps and not self.average_decay:
             raise ValueError("average_start_steps is of averages: set average_decay, too")
+        if self.checkpointed_blocks != 1 and self.activation_checkpointing == "none":
+            raise ValueError("checkpointed_blocks is of activation_checkpointing: set that, too")
+        if not self.checkpointed_blocks:
+            raise ValueError("checkpointed_blocks is empty: set activation_checkpointing to none instead")
         return self
 
     @property

@@ -131,7 +131,9 @@ class SpmdEngine:
             gradients.clip_gradients(own, norm, self._clip_norm)
         found_inf = (norm - norm).ne_(0.0)  # 0 where it is finite; else not a number, which is no 0: 1
         self.optimizer.step(found_inf, batch.first_sample)
-        metrics = {} if self._loss_scale is None else self._loss_scale.update(found_inf)
+        self._distributed.settle(found_inf)
+        metrics = dict(self._distributed.metrics)
+        metrics |= {} if self._loss_scale is None else self._loss_scale.update(found_inf)
         if self._has_hook and bool(torch.isfinite(norm)):  # only where there is one the host waits for the number
             call_after_step(self.model)
         if self._averages is not None:  # after the hook, which may change weights
@@ -165,6 +167,8 @@ class SpmdEngine:
                 loss = self._compute_loss(micro) / max(num_terms, 1)
                 self._require_as_built()
                 self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+                if index == 0 and self._distributed.note_part is not None and self.mesh.world.size == 1:
+                    self._distributed.note_part(self._distributed.list_gradients())
                 value = loss.detach().double()
                 total = value if total is None else total + value
         self._require_as_built()  # where others have stood in for the parameters, these know it now

@@ -29,6 +29,8 @@ from kftrain.models.settings import ModelConfig
 from kftrain.parallel import blocks, buffers, initialize
 from kftrain.parallel.activations import CheckpointActivations, choose_checkpointed_blocks
 from kftrain.parallel.batch_norm import GlobalBatchNorms
+from kftrain.parallel.compiled import CompileBlocks, require_compiler
+from kftrain.parallel.compression.sparse import LocalRule
 from kftrain.parallel.context import CutSequences
 from kftrain.parallel.distributed import Distributed, Transform
 from kftrain.parallel.float8 import require_float8
@@ -50,6 +52,7 @@ from kftrain.train.averages import Averages
 from kftrain.train.completing import ExportDescription, ask_model_arguments, describe_export
 from kftrain.train.draws import PlacedDraws
 from kftrain.train.loss_scale import LossScale
+from kftrain.train.noise_scale import NoiseScale
 from kftrain.train.optimizer import build_optimizer, freeze, seed_rounding
 from kftrain.train.probe import Lender
 from kftrain.train.settings import TrainConfig
@@ -103,6 +106,8 @@ def prepare_model(
         require_narrow_masters(config, mesh)
     if config.precision.compute == "float8":
         world.agree(lambda: require_float8(config.parallel, mesh.shape, world.device))
+    if config.train.compile:
+        world.agree(lambda: require_compiler(world.device))
     model, weights = build_empty(config.model, arguments, world, config.run.seed)
     reader.require_readable(model)
     start = choose_initial_weights(model, weights, config, world) if before is None else weights
@@ -152,32 +157,38 @@ def make_engine(
     """
     parallel, own = plain.parallel, plain.block_names if names is None else names
     within = list_block_transforms(config.train, plain.block_names)
+    within += [CompileBlocks()] if config.train.compile else []
     chunk_tokens, reads_parts = config.train.loss_chunk_tokens, task_reads_parts(task)
     if chunk_tokens and not reads_parts:
         what, fix = "the task computes its loss and metrics from whole logits", "mark its methods by reads_parts"
         raise ConfigError(what, where="train.loss_chunk_tokens", value=chunk_tokens, fix=f"{fix}, or set it to 0")
+    rule, optimizing, clip_norm = None, config.optimizer, config.train.gradient_clip_norm
+    if parallel.compression.kind == "topk":  # each process clips its gradient, and has the momentum of it
+        rule = LocalRule(0.9 if optimizing.momentum is None else optimizing.momentum, clip_norm)
+        optimizing, clip_norm = optimizing.model_copy(update={"momentum": 0.0}), 0.0
     strategy = list_transforms(
-        parallel, config.precision, within, mesh.shape, reads_parts, loss_chunk_tokens=chunk_tokens
+        parallel, config.precision, within, mesh.shape, reads_parts, loss_chunk_tokens=chunk_tokens, rule=rule
     )
     is_scaled = config.precision.compute == "fp16"
     scaling = [LossScale(config.precision.loss_scale, mesh.world.device)] if is_scaled else []
+    measuring = [NoiseScale(config, plain.plan, mesh)] if config.train.noise_scale else []
     made: list[Distributed] = []
     # What one stage is refused for the others do not see.
-    mesh.world.agree(lambda: made.append(distribute(plain.model, [*scaling, *first, *strategy], mesh, own)))
+    mesh.world.agree(lambda: made.append(distribute(plain.model, [*scaling, *measuring, *first, *strategy], mesh, own)))
     (distributed,) = made
     plain.start.fill(distributed.roots, on_host=parallel.offload)
     draws = any(one.draws for one in plain.seen)
     # Muon scales what it iterates on to 1 first: fp16 would lose small updates, bf16 has the range of fp32.
     compute = torch.bfloat16 if is_scaled else DTYPES[config.precision.compute]
     is_part = mesh.shape.pipeline > 1
-    optimizer = build_optimizer(plain.model, config.optimizer, own, compute, distributed.team, is_part)
+    optimizer = build_optimizer(plain.model, optimizing, own, compute, distributed.team, is_part)
     seed_rounding(optimizer, plain.model, config.run.seed)
     engine = kind(
         distributed=distributed,
         optimizer=optimizer,
         task=task,
         calls=plain.calls,
-        clip_norm=config.train.gradient_clip_norm,
+        clip_norm=clip_norm,
         combined_buffers=plain.combined,
         norms=plain.norms,
         draws=PlacedDraws(plain.model, plain.block_names, own, mesh.world.device) if draws else None,

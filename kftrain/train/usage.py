@@ -30,10 +30,10 @@ class DataMetrics:
     def collect(self) -> dict[str, float]:
         """Return what was measured since the call before, by name: docs/decoding.md says what each is. Collective."""
         now = replace(self._counters)
-        own, self._last = now.since(self._last), now
+        since_last, self._last = now.since(self._last), now
         usage = measure_usage(self._world.device, self._folder)
         # One sum for all of it, as long for two processes as for a thousand: so the skew is a standard deviation.
-        values = {**vars(own), "squares": own.stall_seconds**2, **dict.fromkeys(USAGE, 0.0), **usage}
+        values = {**vars(since_last), "squares": since_last.stall_seconds**2, **dict.fromkeys(USAGE, 0.0), **usage}
         values |= {f"knows {name}": float(name in usage) for name in USAGE}
         sums = dict(zip(values, self._world.sum([float(value) for value in values.values()]), strict=True))
         stall, hits, reads = sums["stall_seconds"] / self._world.size, sums["cache_hits"], sums["cache_misses"]
