@@ -24,7 +24,7 @@ NODES ?=
 SIMULATED ?=
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train scale compile images lock e2e e2e-full clean
+.PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train scale compile images lock e2e e2e-full launchers clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model, compare its versions; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -96,6 +96,10 @@ lock: $(VENV)/.ready  ## what the images install, with hashes; LOCK=--upgrade ta
 e2e: $(VENV)/.ready  ## the core on a real cluster; without one every test says why it is skipped
 	$(BIN)/pytest $(E2E) --kubeconfig "$(KUBECONFIG)" --engine "$(ENGINE)" --base "$(BASE)" --load "$(LOAD)" --build-flags "$(BUILD_FLAGS)" \
 	  --disturb "$(DISTURB)"
+
+launchers: $(VENV)/.ready  ## the promises of every launcher, each against the real thing where it is installed; prints the matrix
+	$(MAKE) e2e E2E="tests/launchers --record"
+	$(BIN)/python tests/launchers/record.py
 
 e2e-full:  ## everything there
 	$(MAKE) e2e E2E=tests/e2e

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from helpers.parity import batches, models
-from helpers.parity import rank as parity_rank
 from helpers.parity import resume as parity_resume
 from helpers.parity import table as parity
 from helpers.parity.oracle import STEPS
@@ -40,7 +39,7 @@ TABLE = parity.keep_quick(ROWS, QUICK)
 
 @pytest.mark.parametrize("row", [row.param() for row in TABLE])
 def test_a_row_is_the_bare_loop(pools, row):
-    parity.check(row, pools.run(row.processes, parity_rank.train, row.job))
+    parity.check_row(pools, row)
 
 
 def resumed(pools, folder, first, second, at, case, defect=None):
@@ -91,6 +90,4 @@ REFUSED = [
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
 def test_what_is_not_offered_is_refused_in_one_line(pools, row):
-    for answer in pools.run(row.processes, parity_rank.train, row.job):
-        assert answer.kind == "refused", answer
-        assert row.message in answer.value and "\n" not in answer.value
+    parity.check_refusal(pools, row)

@@ -1,6 +1,5 @@
 """Everything that saves memory against the bare loop: recomputed and offloaded activations, losses by chunks."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -25,6 +24,7 @@ WHOLE = ("parallel.sequence_parallel=false",)
 PIPELINE = ("parallel.pipeline=2", "train.micro_batch_size=2")
 CONTEXT = ("parallel.context=2",)
 ZERO_BUBBLE = ("parallel.pipeline=2", "parallel.schedule=zbv", "train.micro_batch_size=1", "model.num_layers=4")
+SPLIT = ("parallel.pipeline=2", "train.micro_batch_size=1")
 ZERO1 = ("parallel.strategy=zero1",)
 HYBRID = ("parallel.replicate=2",)
 CHUNKED = ("train.loss_chunk_tokens=5",)
@@ -54,6 +54,16 @@ ROWS = [
     Row("context, offload", 2, (*CONTEXT, *OFFLOAD)),
     Row("pipeline, selective", 2, (*PIPELINE, *SELECTIVE)),
     Row("pipeline, offload", 2, (*PIPELINE, *OFFLOAD)),
+    *(
+        Row(
+            f"{name}, {case.name}, offload",
+            2,
+            ("parallel.pipeline=2", *ACCUMULATED, f"parallel.schedule={name}", *OFFLOAD),
+            case,
+        )
+        for name in ("interleaved_zero_bubble", "zbv", "dualpipev")
+        for case in (Case(), pipeline.STAGED)
+    ),
     Row("pipeline, listed blocks", 2, (*PIPELINE, *BLOCKS, *LISTED)),
     Row("chunked", 1, CHUNKED),
     Row("chunked, tied", 1, CHUNKED, TIED),
@@ -80,13 +90,14 @@ ROWS = [
 QUICK = {
     *("selective", "offload", "listed blocks", "fsdp, selective", "ddp, selective", "tensor, selective"),
     *("pipeline, offload", "chunked", "fsdp, chunked", "tensor, chunked", "pipeline, chunked", "expert, chunked"),
+    "zbv, llama, offload",
 }
 TABLE = parity.keep_quick(ROWS, QUICK)
 
 
 @pytest.mark.parametrize("row", [row.param() for row in TABLE])
 def test_a_row_is_the_bare_loop(pools, row):
-    parity.check(row, pools.run(row.processes, parity_rank.train, row.job))
+    parity.check_row(pools, row)
 
 
 REFUSED = [
@@ -102,9 +113,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
 def test_what_is_not_offered_is_refused_in_one_line(pools, row):
-    for answer in pools.run(row.processes, parity_rank.train, row.job):
-        assert answer.kind == "refused", answer
-        assert re.search(row.message, answer.value) and "\n" not in answer.value
+    parity.check_refusal(pools, row)
 
 
 def padding_counts():
@@ -128,10 +137,7 @@ def loss_after_the_forward():
     ids=lambda each: getattr(each, "__name__", None),
 )
 def test_what_is_broken_on_purpose_fails_its_row(pools, defect, row):
-    answers = pools.run(row.processes, parity_rank.train, replace(row.job, defect=defect))
-    assert [answer.kind for answer in answers] == ["done"] * row.processes, "it fails by its numbers alone"
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        parity.check(row, answers)
+    parity.check_defect(pools, row, defect)
 
 
 def test_a_loss_after_the_forward_finds_no_matrix(pools):

@@ -1,12 +1,12 @@
 """Weights that are kept in bf16 alone against a bare loop that rounds by the same coins, row by row."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers.parity import rank as parity_rank
 from helpers.parity import resume, rounding
+from helpers.parity import table as parity
 from helpers.parity.oracle import STEPS
 from helpers.parity.rounding import ROUNDED
 from helpers.parity.table import Refused, Row, Weights
@@ -50,9 +50,7 @@ def test_a_row_is_the_bare_loop(pools, row):
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
 def test_what_is_not_offered_is_refused_in_one_line(pools, row):
-    for answer in pools.run(row.processes, parity_rank.train, row.job):
-        assert answer.kind == "refused", answer
-        assert re.search(row.message, answer.value) and "\n" not in answer.value
+    parity.check_refusal(pools, row)
 
 
 def test_coins_that_are_the_same_in_every_step_fail_the_row(pools):

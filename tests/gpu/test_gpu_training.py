@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 from helpers import in_process, jobs
+from helpers.models import regression
 from safetensors.torch import load_file
 from torch import nn
 
 from kftrain.core import storage
 from kftrain.errors import Preempted
-from kftrain.process.stop_request import StopRequest
 from kftrain.run import documents
 from kftrain.run.documents import Completion
 from kftrain.train.averages import Averages
@@ -19,31 +19,18 @@ from kftrain.train.eight_bit import AdamW8bit
 from kftrain.train.optimizer_kinds import AdamW
 from kftrain.train.step import CudaStreams
 
-TEXT = """
+TEXT = (
+    regression.BASE
+    + """
 run: {name: gpu, seed: 3}
-data: {source: "helpers.models.regression:records", shard_size_bytes: 65536, validation_fraction: 0.2}
-task: {kind: "helpers.models.regression:Regression"}
 model: {kind: "helpers.models.regression:Network", dim: 64, dropout: 0.2}
 optimizer: {learning_rate: 0.02, warmup_steps: 5}
 train: {steps: 12, global_batch_size: 10, log_interval_steps: 1}
 launch: {gpus_per_node: 1}
-evaluate: {interval_steps: 0}
-registry: {metric: mse, goal: minimize}
 """
+)
 EIGHT_BIT = ["optimizer.state=8bit"]
 ALL = [[], ["precision.compute=bf16"], ["precision.compute=fp16"], EIGHT_BIT, ["train.average_decay=0.9"]]
-
-
-class StopAfter(StopRequest):
-    """Asks to stop once so many steps have been taken."""
-
-    def __init__(self, num_steps):
-        self._num_left = num_steps + 1
-
-    @property
-    def requested(self):
-        self._num_left -= 1
-        return self._num_left <= 0
 
 
 def exported(paths):
@@ -57,7 +44,7 @@ def test_a_resume_is_exact_to_the_bit(tmp_path, monkeypatch, overrides):
     in_process.train(straight, resolved, monkeypatch)
     stopped, _ = jobs.prepare(tmp_path, TEXT, overrides, "stopped")
     with contextlib.suppress(Preempted):
-        in_process.train(stopped, resolved, monkeypatch, StopAfter(7))
+        in_process.train(stopped, resolved, monkeypatch, in_process.StopAfter(7))
     in_process.train(stopped, resolved, monkeypatch)
     assert jobs.losses(stopped) == jobs.losses(straight)
     for name, value in exported(straight).items():

@@ -41,3 +41,15 @@ def alone(monkeypatch):
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
         torch.set_num_threads(before[3])
+
+
+class StopAfter(StopRequest):
+    """Asks, before each step, to stop once so many have been taken."""
+
+    def __init__(self, num_steps):
+        self._num_left = num_steps + 1
+
+    @property
+    def requested(self):
+        self._num_left -= 1
+        return self._num_left <= 0

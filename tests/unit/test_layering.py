@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "worker": {"run", "process", "launch.spec"},
     "stages": {
         *("run", "process", "data", "sharding", "tasks", "checkpoint", "evaluate", "launch", "models"),
-        *("registry", "report", "tracking", "schedule", "kubeflow", "statistics"),
+        *("registry", "report", "tracking", "schedule", "kubeflow", "statistics", "parallel.layout"),
     },
     "client": {"run", "process", "stages", "kubeflow", "pipelines", "schedule", "tracking.mlflow_run", "tracking.runs"},
     "cli": {

@@ -58,7 +58,8 @@ COMPUTED_ATTRIBUTES = {
     *("process/liveness.py", "tasks/base.py", "tasks/registry.py", "report/comparison.py", "parallel/mesh.py"),
     *("parallel/settings.py", "parallel/tensor_plan.py", "parallel/buffers.py", "parallel/topology.py"),
     *("train/settings.py", "train/probe.py", "registry/gate.py", "sharding/mixing.py", "data/settings.py"),
-    "parallel/activations.py",
+    *("parallel/activations.py", "parallel/compression/shards.py", "parallel/layout.py", "train/bandwidth.py"),
+    "launch/kubernetes/kinds/trainjob.py",
     *("sharding/sources/user.py", "schedule/spec.py", "run/error.py", "launch/kubernetes/diagnosis.py"),
 }
 """Who takes attributes by names that stand elsewhere in the source, or, in trust.py alone, in a document."""

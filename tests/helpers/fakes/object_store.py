@@ -1,6 +1,7 @@
 """A real S3 server process for tests."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,13 @@ class ObjectStore:
             if time.monotonic() > deadline:
                 raise AssertionError(done.stderr.decode())
             time.sleep(0.5)
+
+    def pause(self):
+        """Answers nothing until `go_on`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self):
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self):
         self._process.kill()

@@ -23,6 +23,21 @@ SEEN_ENV = "SEEN_FOLDER"
 
 NUM_FEATURES = 6
 
+BASE = """
+data: {source: "helpers.models.regression:records", shard_size_bytes: 65536, validation_fraction: 0.2}
+task: {kind: "helpers.models.regression:Regression"}
+evaluate: {interval_steps: 0}
+registry: {metric: mse, goal: minimize}
+"""
+"""Sections of a configuration that trains it; the others say how."""
+
+SCHEDULED = """
+model: {kind: "helpers.models.regression:Network"}
+optimizer: {learning_rate: 0.02, warmup_steps: 5, weight_decay: 0.3, beta1: 0.8, beta2: 0.9, epsilon: 1.0e-2,
+  final_learning_rate_fraction: 0.2}
+"""
+"""Sections with what the bare loop is told below: peak, warm-up and the like."""
+
 
 def records():
     """Rows whose scale differs, so that some gradients are large and others small."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from helpers.parity import models, optimizers
+from helpers.parity import models, optimizers, pipeline, precision, rounding
 from helpers.parity import oracle as parity_oracle
 from helpers.parity.defects import patched
 from helpers.parity.oracle import STEPS, Case
@@ -28,6 +28,13 @@ CASES = [
     for case in (Case(), models.TIED, models.CLAMPED, models.FROZEN, models.NORMED, optimizers.MUON)
 ]
 TEXT, TIED, CLAMPED, FROZEN, NORMED, MUON = CASES
+STAGED = [
+    replace(case, name=f"{case.name} with averages", overrides=(*case.overrides, *AVERAGED))
+    for case in (pipeline.FROZEN_START, pipeline.FROZEN_END)
+]
+FP16 = precision.fp16("averages in fp16", overrides=AVERAGED, scaling=precision.Scaling(2.0**22, 3))
+"""Its first steps are skipped, and one of three or four later ones."""
+ROUNDED = replace(rounding.ROUNDED, name="averages of weights in bf16", overrides=(*rounding.OVERRIDES, *AVERAGED))
 SCORED = replace(TEXT, name="evaluated averages", overrides=(*TEXT.overrides, *EVALUATED))
 
 
@@ -41,15 +48,17 @@ class Averaging:
         self.param_groups = self.optimizer.param_groups
         self.averaged = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
         self.num_steps = 0
+        self.is_skipped = True
         self.perplexities = []
 
     def step(self):
+        self.is_skipped = False
         self.optimizer.step()
 
     def zero_grad(self):
         """The last thing that the loop asks for: the network's own `after_step` comes before it."""
-        self.num_steps += 1
-        if self.num_steps > START:
+        self.num_steps += not self.is_skipped
+        if self.num_steps > START and not self.is_skipped:
             self.averaged.update_parameters(self.network)
         if self.case is SCORED and (self.num_steps % INTERVAL == 0 or self.num_steps == STEPS):
             rows = self.case.data()
@@ -57,6 +66,7 @@ class Averaging:
             with torch.no_grad():
                 loss = float(self.case.loss(network, rows))
             self.perplexities.append(math.exp(loss / self.case.terms(rows)))
+        self.is_skipped = True
         self.optimizer.zero_grad()
 
 
@@ -78,6 +88,29 @@ def check(row, answers):
     key = "validation/perplexity"
     found = [point[key] for point in trained.history if key in point]
     np.testing.assert_allclose(found, made[0].perplexities, rtol=row.tolerance)
+
+
+def check_rounded(row, trained):
+    """The same of weights that are kept in bf16, by hand: in evaluations the model has fp32 averages in bf16."""
+    steps = []
+    rounding.loop(row.case, trained.first_weights, row.parts, row.processes, after_step=steps.append)
+    for name, value in trained.averages.items():
+        average = steps[START][name].float()
+        for weights in steps[START + 1 :]:
+            average = average * DECAY + weights[name].float() * (1 - DECAY)
+        nearest = average.bfloat16().float().numpy()
+        np.testing.assert_allclose(value, nearest, rtol=2.0**-7, atol=row.weight_tolerance, err_msg=name)
+        assert (value == nearest).mean() > 0.99 or row.weight_tolerance
+
+
+def counts_of_frozen_stages_stand_still():
+    """A stage that has nothing to average does not count the steps."""
+
+    def update(averages, found_inf, before=Averages.update):
+        if averages._averages:
+            before(averages, found_inf)
+
+    return patched(Averages, "update", update)
 
 
 def gathered_weights_stay():

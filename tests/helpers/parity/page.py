@@ -5,10 +5,8 @@ import math
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "distributed"
-TESTS = [
-    FOLDER / f"test_parity{axis}.py"
-    for axis in ("", "_pipeline", "_context", "_experts", "_precision", "_averages", "_batches", "_memory")
-]
+PARTS = "", "_pipeline", "_context", "_experts", "_precision", "_averages", "_batches", "_memory", "_compile", "_noise"
+TESTS = [FOLDER / f"test_parity{part}.py" for part in PARTS]
 """Files of tests, each with a `TABLE` of rows, and what is `REFUSED`."""
 
 CUT_AXES = ("context", "tensor", "pipeline")
@@ -23,6 +21,8 @@ OPTIONS = {
     },
     "train.checkpointed_blocks": "chosen blocks",
     "train.loss_chunk_tokens": "losses by chunks",
+    "train.compile": "compiled blocks",
+    "train.noise_scale": "noise scale",
     "parallel.exchange": "exchange of each micro batch",
     "parallel.sequence_parallel": "whole sequences",
 }

@@ -12,10 +12,9 @@ from helpers.parity import optimizers, resume
 from helpers.parity import rank as parity_rank
 from helpers.parity.defects import patched
 from helpers.parity.models import FEATURES, Plain
-from helpers.parity.oracle import PADDING, STEPS, VOCABULARY, Case, Curve, same_llama, text_loss
+from helpers.parity.oracle import STEPS, VOCABULARY, Case, Curve, same_llama
 from helpers.parity.table import Weights
 
-from kftrain.models.mixture_of_experts import MixtureOfExperts
 from kftrain.models.transformer import Transformer
 from kftrain.parallel import gradients
 from kftrain.parallel.mesh import Mesh
@@ -186,35 +185,6 @@ def curve_of(case, parts, weights):
     return case.loop(case, weights, parts)
 
 
-# -- a mixture of experts whose auxiliary loss counts ------------------------------------------------------------------
-
-
-def balanced_mixture():
-    return MixtureOfExperts(
-        vocab_size=VOCABULARY,
-        dim=16,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        expert_dim=8,
-        num_experts=4,
-        balance_loss=10.0,
-    )
-
-
-def balanced_loss(network, rows):
-    """With the auxiliary loss of each row, for each of its terms."""
-    returned = []
-
-    def logits(tokens):
-        returned.append(network(tokens))
-        return returned[0].output
-
-    loss = text_loss(logits, rows)
-    terms = torch.from_numpy((rows["tokens"][:, 1:] != PADDING).sum(1))
-    return loss + (returned[0].auxiliary.float() * terms).sum()
-
-
 # -- models of one's own -----------------------------------------------------------------------------------------------
 
 LIMIT = 0.1
@@ -251,13 +221,13 @@ OVERFLOWING = 5
 
 
 @contextlib.contextmanager
-def overflow_in_a_loss(rank):
-    """In one step the gradient of one process's loss is infinite, as it is computed."""
+def overflow_in_a_loss(rank, steps=(OVERFLOWING,)):
+    """In some steps the gradient of one process's loss is infinite, as it is computed."""
     num_steps = []
 
     def scale_loss(engine, loss, scaled=SpmdEngine.scale_loss):
         made = scaled(engine, loss)
-        if dist.get_rank() == rank and len(num_steps) == OVERFLOWING:
+        if dist.get_rank() == rank and len(num_steps) in steps:
             made.register_hook(lambda gradient: gradient * math.inf)
         return made
 

@@ -2,6 +2,7 @@
 
 import contextlib
 
+from helpers.in_process import StopAfter
 from helpers.parity.rank import COLLECTIVE_SECONDS, Trained, averages_of, new_loader, whole
 
 from kftrain import config
@@ -11,25 +12,12 @@ from kftrain.core import storage
 from kftrain.errors import Preempted
 from kftrain.parallel.mesh import Mesh
 from kftrain.process.liveness import Liveness
-from kftrain.process.stop_request import StopRequest
 from kftrain.run import attempts, commit
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.train import session
 from kftrain.train.loop import Loop
 from kftrain.train.recorder import Recorder
-
-
-class StopAfter(StopRequest):
-    """Asks, before each step, to stop once so many have been taken."""
-
-    def __init__(self, num_steps):
-        self._num_left = num_steps + 1
-
-    @property
-    def requested(self):
-        self._num_left -= 1
-        return self._num_left <= 0
 
 
 def attempt(world, job, folder, num_steps):

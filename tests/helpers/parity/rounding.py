@@ -35,8 +35,11 @@ def round_parts(values, text, num_parts):
     return [torch.cat(tensors) for tensors in zip(*done, strict=True)]
 
 
-def loop(case, first_weights, parts, num_parts=1):
-    """As `oracle.run`. `num_parts`: processes that each round a part of every weight."""
+def loop(case, first_weights, parts, num_parts=1, after_step=lambda weights: None):
+    """As `oracle.run`. `num_parts`: processes that each round a part of every weight.
+
+    `after_step` is given the weights that each step has left.
+    """
     network = case.network()
     network.load_state_dict({name: torch.tensor(value) for name, value in first_weights.items()})
     weights = {name: each.detach().bfloat16() for name, each in network.named_parameters()}
@@ -66,6 +69,7 @@ def loop(case, first_weights, parts, num_parts=1):
             weights[name], *kept = round_parts(wide, f"{SEED}/{number * case.batch}/{name}", num_parts)
             moments[name] = dict(zip(keys, kept, strict=True))
             each.grad = None
+        after_step(dict(weights))
     return Curve(losses, norms, [case.rate(n) for n in range(STEPS)], weights)
 
 

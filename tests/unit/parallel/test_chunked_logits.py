@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from torch import nn
 
-from kftrain.parallel.chunked_logits import ChunkedLogits
+from kftrain.errors import ConfigError, UserCodeError
+from kftrain.models.output import ModelOutput
+from kftrain.parallel.chunked_logits import ChunkedLogits, Finisher, find_output_layer
 
 ROWS, PLACES, DIM, CLASSES, PADDING = 3, 11, 8, 37, 5
 
@@ -35,6 +37,16 @@ def test_sums_and_their_gradients_are_those_of_whole_logits(num_tokens, with_bia
     torch.testing.assert_close(found, whole, rtol=1e-6, atol=0)
     for mine, wanted in zip(gradients_of(found, tensors), gradients_of(whole, tensors), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")  # torch warns where it takes all logits at once
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_targets_of_any_integers_are_summed_by_chunks(dtype):
+    tensors, targets = inputs()
+    chunked = ChunkedLogits(*tensors, None, 4)
+    assert torch.equal(
+        chunked.sum_cross_entropy(targets.to(dtype), PADDING), chunked.sum_cross_entropy(targets, PADDING)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,3 +82,31 @@ def test_scores_are_those_of_whole_logits():
 class Tempered(nn.Linear):
     def forward(self, hidden):
         return super().forward(hidden) / 3
+
+
+class Headed(nn.Module):
+    """A model whose output layer is `head`."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+
+    def output_layer(self):
+        return self.head
+
+
+def test_a_hook_that_would_see_the_loss_in_place_of_logits_is_refused():
+    model = Headed()
+    assert find_output_layer(model, []) is model.head
+    model.register_forward_hook(lambda module, inputs, logits: logits.tanh())
+    with pytest.raises(ConfigError, match=r"train\.loss_chunk_tokens: a forward hook of Headed would be given"):
+        find_output_layer(model, [])
+
+
+@pytest.mark.parametrize("wrap", [lambda logits: logits, ModelOutput], ids=["plain", "with an auxiliary loss"])
+def test_a_model_that_makes_logits_beside_its_output_layer_is_refused(wrap):
+    finisher = Finisher()
+    whole, by_chunks = torch.ones(2, 3), ChunkedLogits(*inputs()[0], None, 4)
+    assert finisher.compute(finisher.end(lambda: wrap(by_chunks)), (), lambda returned: 7) == 7
+    with pytest.raises(UserCodeError, match=r"model\.forward: forward makes logits without calling its output_layer"):
+        finisher.compute(finisher.end(lambda: wrap(whole)), (), lambda returned: 7)

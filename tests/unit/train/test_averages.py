@@ -13,38 +13,22 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from kftrain import config
 from kftrain.core import storage
 from kftrain.errors import ConfigError, Preempted
-from kftrain.process.stop_request import StopRequest
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
 from kftrain.train.averages import Averages
 
 STEPS, DECAY = 12, 0.6
 
-TEXT = """
+TEXT = (
+    regression.BASE
+    + regression.SCHEDULED
+    + """
 run: {name: averages, seed: 3}
-data: {source: "helpers.models.regression:records", shard_size_bytes: 65536, validation_fraction: 0.2}
-task: {kind: "helpers.models.regression:Regression"}
-model: {kind: "helpers.models.regression:Network"}
-optimizer: {learning_rate: 0.02, warmup_steps: 5, weight_decay: 0.3, beta1: 0.8, beta2: 0.9, epsilon: 1.0e-2,
-  final_learning_rate_fraction: 0.2}
 train: {steps: 12, global_batch_size: 10, log_interval_steps: 1, gradient_clip_norm: 3.0, max_nonfinite_steps: 2}
 checkpoint: {interval_steps: 5}
-evaluate: {interval_steps: 0}
-registry: {metric: mse, goal: minimize}
 """
+)
 AVERAGED = f"train.average_decay={DECAY}"
-
-
-class StopAfter(StopRequest):
-    """Asks to stop once so many steps have been taken."""
-
-    def __init__(self, num_steps):
-        self._num_left = num_steps + 1
-
-    @property
-    def requested(self):
-        self._num_left -= 1
-        return self._num_left <= 0
 
 
 def exported(paths):
@@ -102,7 +86,7 @@ def test_averages_begin_with_the_weights_of_a_checkpoint_that_has_none(tmp_path,
     in_process.train(plain, without, monkeypatch)
     paths, _ = jobs.prepare(tmp_path, TEXT, [], "r")
     with contextlib.suppress(Preempted):
-        in_process.train(paths, without, monkeypatch, StopAfter(STEPS - 2))
+        in_process.train(paths, without, monkeypatch, in_process.StopAfter(STEPS - 2))
     assert saved(paths).parts == {"model": 1, "optimizer": 1}
     settings = {"average_decay": DECAY, "average_start_steps": start_steps}
     resolved = without.model_copy(update={"train": without.train.model_copy(update=settings)})
@@ -113,10 +97,23 @@ def test_averages_begin_with_the_weights_of_a_checkpoint_that_has_none(tmp_path,
     # The average of the last two steps' weights: a copy of the first, and a share of the second.
     eleven, _ = jobs.prepare(tmp_path, TEXT, [], "eleven")
     with contextlib.suppress(Preempted):
-        in_process.train(eleven, without, monkeypatch, StopAfter(STEPS - 1))
+        in_process.train(eleven, without, monkeypatch, in_process.StopAfter(STEPS - 1))
     before, last = weights_of(eleven, without), exported(plain)
     for name, value in exported(paths).items():
         torch.testing.assert_close(value, DECAY * before[name] + (1 - DECAY) * last[name])
+
+
+def test_averages_that_a_run_is_given_before_they_are_to_begin_are_the_weights_until_then(tmp_path, monkeypatch):
+    paths, without = jobs.prepare(tmp_path, TEXT, [])
+    with contextlib.suppress(Preempted):
+        in_process.train(paths, without, monkeypatch, in_process.StopAfter(STEPS - 3))
+    settings = {"average_decay": DECAY, "average_start_steps": STEPS - 1}
+    resolved = without.model_copy(update={"train": without.train.model_copy(update=settings)})
+    in_process.train(paths, resolved, monkeypatch)
+    last, _ = jobs.prepare(tmp_path, TEXT, [], "plain")
+    in_process.train(last, without, monkeypatch)
+    for name, value in exported(last).items():
+        assert torch.equal(exported(paths)[name], value), name
 
 
 def weights_of(paths, resolved):
@@ -133,7 +130,7 @@ def test_a_run_may_go_on_without_its_averages(tmp_path, monkeypatch, capsys):
     in_process.train(plain, without, monkeypatch)
     paths, resolved = jobs.prepare(tmp_path, TEXT, [AVERAGED], "r")
     with contextlib.suppress(Preempted):
-        in_process.train(paths, resolved, monkeypatch, StopAfter(7))
+        in_process.train(paths, resolved, monkeypatch, in_process.StopAfter(7))
     assert saved(paths).parts == {"model": 1, "optimizer": 1, "averages": 1}
     in_process.train(paths, without, monkeypatch)
     assert "the checkpoint's averages are left out" in capsys.readouterr().out
@@ -146,7 +143,7 @@ def test_averages_after_a_resume_are_those_without_one(tmp_path, monkeypatch):
     in_process.train(straight, resolved, monkeypatch)
     stopped, _ = jobs.prepare(tmp_path, TEXT, [AVERAGED], "stopped")
     with contextlib.suppress(Preempted):
-        in_process.train(stopped, resolved, monkeypatch, StopAfter(8))
+        in_process.train(stopped, resolved, monkeypatch, in_process.StopAfter(8))
     in_process.train(stopped, resolved, monkeypatch)
     for name, value in exported(straight).items():
         assert torch.equal(exported(stopped)[name], value), name

@@ -21,18 +21,15 @@ from kftrain.run.documents import Completion
 
 STEPS, BATCH, MICRO = 50, 10, 4
 
-TEXT = """
+TEXT = (
+    regression.BASE
+    + regression.SCHEDULED
+    + """
 run: {name: parity, seed: 3}
-data: {source: "helpers.models.regression:records", shard_size_bytes: 65536, validation_fraction: 0.2}
-task: {kind: "helpers.models.regression:Regression"}
-model: {kind: "helpers.models.regression:Network"}
-optimizer: {learning_rate: 0.02, warmup_steps: 5, weight_decay: 0.3, beta1: 0.8, beta2: 0.9, epsilon: 1.0e-2,
-  final_learning_rate_fraction: 0.2}
 train: {steps: 50, global_batch_size: 10, micro_batch_size: 4, log_interval_steps: 1, gradient_clip_norm: 3.0}
 checkpoint: {interval_steps: 20}
-evaluate: {interval_steps: 0}
-registry: {metric: mse, goal: minimize}
 """
+)
 
 
 @pytest.fixture

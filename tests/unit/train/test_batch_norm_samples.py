@@ -25,18 +25,6 @@ SMALL = [
 ]
 
 
-class StopAfter:
-    """Is asked once before the first step, and once in each."""
-
-    def __init__(self, steps):
-        self.left = steps + 1
-
-    @property
-    def requested(self):
-        self.left -= 1
-        return self.left < 0
-
-
 def parts_of(plan):
     """The places of the samples that share statistics, by hand: of each micro batch, or of all processes."""
     rows = [
@@ -92,7 +80,7 @@ def begun(tmp_path, monkeypatch):
     """Some steps on one process, of micro batches of seven rows: 7, 7 and 6."""
     paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, [*SMALL, "train.micro_batch_size=7"])
     with contextlib.suppress(Preempted):
-        in_process.train(paths, resolved, monkeypatch, StopAfter(5))
+        in_process.train(paths, resolved, monkeypatch, in_process.StopAfter(6))
     (name,) = commit.list_committed(paths)
     manifest, _ = commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(name)))
     assert 0 < manifest.step < 12 and manifest.batch_norm_samples == 7
@@ -138,6 +126,6 @@ def test_norms_that_stay_in_evaluation_mode_share_nothing(tmp_path, monkeypatch)
     overrides = [*SMALL, "model.kind=helpers.models.overfitting:StillLine", "train.micro_batch_size=7"]
     paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, overrides)
     with contextlib.suppress(Preempted):
-        in_process.train(paths, resolved, monkeypatch, StopAfter(5))
+        in_process.train(paths, resolved, monkeypatch, in_process.StopAfter(6))
     in_process.train(paths, with_micro_batch(resolved, 0), monkeypatch)
     assert isinstance(overfitting.StillLine().norm, nn.BatchNorm1d) and commit.find_last_step(paths) == 12

@@ -24,18 +24,6 @@ BEST = ["checkpoint.keep_best=mse"]
 EARLY = [*BEST, "train.stop_after_no_improvement=3"]
 
 
-class StopAfter:
-    """Is asked once before the first step, and once in each: stops after so many."""
-
-    def __init__(self, steps):
-        self.left = steps + 1
-
-    @property
-    def requested(self):
-        self.left -= 1
-        return self.left < 0
-
-
 def trained(folder, monkeypatch, overrides, run_id="r", stop=None):
     paths, resolved = jobs.prepare(folder, overfitting.TEXT, overrides, run_id)
     in_process.train(paths, resolved, monkeypatch, stop)
@@ -106,7 +94,7 @@ def test_the_schedule_and_the_training_are_those_of_all_steps():
 @pytest.mark.parametrize("stop_after", [3, 24, 37, 59])
 def test_a_restart_at_any_step_comes_to_the_same_end(tmp_path, monkeypatch, whole, stop_after):
     paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, EARLY, "again")
-    for stop in (StopAfter(stop_after), StopAfter(stop_after), None):
+    for stop in (*(in_process.StopAfter(stop_after + 1) for _ in range(2)), None):
         with contextlib.suppress(Preempted):
             in_process.train(paths, resolved, monkeypatch, stop)
     found = documents.read(Completion, paths.complete)
@@ -221,7 +209,7 @@ def test_a_training_without_any_finite_value_ends_after_its_patience_and_is_comp
     overrides = [*metric, "checkpoint.keep_best=none", "train.stop_after_no_improvement=3"]
     paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, overrides)
     with contextlib.suppress(Preempted):
-        in_process.train(paths, resolved, monkeypatch, StopAfter(14))  # after the first evaluation
+        in_process.train(paths, resolved, monkeypatch, in_process.StopAfter(15))  # after the first evaluation
     in_process.train(paths, resolved, monkeypatch)
     found = documents.read(Completion, paths.complete)
     assert (found.step, found.num_trained, found.selection.num_without_improvement) == (30, 30, 3)

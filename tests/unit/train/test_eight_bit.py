@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from helpers import in_process, jobs
+from helpers.models import regression
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -16,7 +17,6 @@ from torchao.optim import quant_utils
 from kftrain import config
 from kftrain.core import storage
 from kftrain.errors import ConfigError, Preempted
-from kftrain.process.stop_request import StopRequest
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
 from kftrain.train.eight_bit import BLOCK_SIZE, AdamW8bit, Blocks, make_levels
@@ -52,7 +52,7 @@ def test_the_error_is_at_most_half_a_step_of_levels_and_what_is_quantized_stays(
     assert torch.equal(again.codes, blocks.codes) and torch.equal(again.scales, blocks.scales)
 
 
-def regression(seed=0):
+def layers_of_regression(seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Linear(64, 1))
     return model, torch.randn(256, 64), torch.randn(256, 1)
@@ -74,7 +74,11 @@ def ours(model, kind):
 
 
 def test_a_training_is_as_near_to_fp32_as_torchaos_own():
-    (first, x, y), second, third = regression(), copy.deepcopy(regression()[0]), copy.deepcopy(regression()[0])
+    (first, x, y), second, third = (
+        layers_of_regression(),
+        copy.deepcopy(layers_of_regression()[0]),
+        copy.deepcopy(layers_of_regression()[0]),
+    )
     in_fp32, found = train(first, x, y, ours(first, AdamW)), train(second, x, y, ours(second, AdamW8bit))
     with torch.compiler.set_stance("force_eager"):
         theirs = TorchaosAdamW8bit(third.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=0.1)
@@ -102,7 +106,7 @@ def test_moments_take_a_quarter_of_the_memory():
 
 
 def test_a_skipped_step_changes_nothing():
-    model, x, y = regression()
+    model, x, y = layers_of_regression()
     optimizer = ours(model, AdamW8bit)
     train(model, x, y, optimizer, 3)
 
@@ -118,28 +122,15 @@ def test_a_skipped_step_changes_nothing():
     assert all(torch.equal(one, other) for one, other in zip(before, read(), strict=True))
 
 
-class StopAfter(StopRequest):
-    """Asks to stop once so many steps have been taken."""
-
-    def __init__(self, num_steps):
-        self._num_left = num_steps + 1
-
-    @property
-    def requested(self):
-        self._num_left -= 1
-        return self._num_left <= 0
-
-
-TEXT = """
+TEXT = (
+    regression.BASE
+    + """
 run: {name: eight, seed: 3}
-data: {source: "helpers.models.regression:records", shard_size_bytes: 65536, validation_fraction: 0.2}
-task: {kind: "helpers.models.regression:Regression"}
 model: {kind: "helpers.models.regression:Network", dim: 64}
 optimizer: {learning_rate: 0.02, warmup_steps: 5, state: 8bit}
 train: {steps: 12, global_batch_size: 10, log_interval_steps: 1}
-evaluate: {interval_steps: 0}
-registry: {metric: mse, goal: minimize}
 """
+)
 
 
 def exported(paths):
@@ -152,7 +143,7 @@ def test_a_resume_in_the_same_layout_is_exact_to_the_bit(tmp_path, monkeypatch):
     in_process.train(straight, resolved, monkeypatch)
     stopped, _ = jobs.prepare(tmp_path, TEXT, [], "stopped")
     with contextlib.suppress(Preempted):
-        in_process.train(stopped, resolved, monkeypatch, StopAfter(7))
+        in_process.train(stopped, resolved, monkeypatch, in_process.StopAfter(7))
     assert [name.step for name in commit.list_committed(stopped)] == [7]
     in_process.train(stopped, resolved, monkeypatch)
     for name, value in exported(straight).items():

@@ -78,6 +78,7 @@ class Fakes:
         self.others_stop_at = None
         self.counters = Counters()
         self.undecodable = {}
+        self.metrics = {}
 
     # the world
     def gather(self, value):
@@ -120,7 +121,7 @@ class Fakes:
     def step(self, batch, num_terms, agree):
         self.events.append((batch, num_terms, torch.initial_seed()))
         good = self.taken not in self.bad_steps
-        result = StepResult(torch.tensor(1.0 + self.taken), torch.tensor(0.5 if good else float("nan")))
+        result = StepResult(torch.tensor(1.0 + self.taken), torch.tensor(0.5 if good else float("nan")), self.metrics)
         self.taken += 1
         assert agree([1.0, 2.0]) == [1.0, 2.0]
         return result
@@ -270,7 +271,24 @@ def test_more_in_a_row_than_the_budget_is_divergence(make, bad, allowed, step):
     fakes = Fakes(bad_steps=bad)
     with pytest.raises(DivergedError, match=f"gradient norm of step {step} is not finite"):
         make(fakes, f"train.max_nonfinite_steps={allowed}").run(0)
+
     assert len(fakes.events) == step + 1, "the next one was asked for before its numbers had come"
+
+
+@pytest.mark.parametrize(("num_skipped", "num_lines"), [(10, 1), (9, 0)])
+def test_a_training_that_has_skipped_all_its_steps_says_so(make, monkeypatch, num_skipped, num_lines):
+    fakes, written = Fakes(bad_steps=range(10)), []
+    fakes.metrics = {"loss_scale": torch.tensor(2.0**16), "skipped_steps": torch.tensor(num_skipped)}
+    monkeypatch.setattr(loop_module, "to_log", written.append)
+    assert make(fakes, "precision.compute=fp16").run(0) == 10
+    assert sum("all 10 steps were skipped in fp16" in line for line in written) == num_lines
+
+
+def test_steps_at_a_least_scale_that_fp32_rounds_count(make):
+    fakes = Fakes(bad_steps=range(10))
+    fakes.metrics = {"loss_scale": torch.full((), 1.0).clamp_(max=0.1)}
+    with pytest.raises(DivergedError, match=r"step 3 at the least loss scale, 0.1, is not finite"):
+        make(fakes, "precision.compute=fp16", "precision.loss_scale.minimum=0.1", "train.max_nonfinite_steps=2").run(0)
 
 
 def test_a_step_that_diverges_is_not_committed_where_its_checkpoint_would_come_or_a_stop(make):

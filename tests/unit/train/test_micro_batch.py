@@ -8,15 +8,21 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import jobs, ranks
+from helpers.parity import defects
 
 from kftrain import config
 from kftrain.core import storage
+from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
+from kftrain.models.registry import build_model
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.shape import Shape
 from kftrain.process.stop_request import StopRequest
 from kftrain.run import documents
 from kftrain.run.documents import MicroBatchChoice
+from kftrain.tasks import build_task
 from kftrain.train import micro_batch, session
 from kftrain.train.micro_batch import USED_SHARE, choose_rows, resolve_micro_batch
 from kftrain.train.reading import read_training
@@ -93,9 +99,9 @@ def find_again(world, paths, resolved):
 
 def smallest(world, paths, resolved):
     """What two processes take, of which the second has less memory."""
-    free = micro_batch.read_available_bytes
+    free = micro_batch.measure_own_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_batch, "read_available_bytes", lambda: 60_000_000 if world.rank else free())
+        patch.setattr(micro_batch, "measure_own_bytes", lambda: 30_000_000 if world.rank else free())
         return find_again(world, paths, resolved)
 
 
@@ -105,12 +111,49 @@ def test_all_processes_take_what_fits_into_the_smallest_memory(tmp_path):
     assert one == other and 1 <= one < 64
 
 
-def test_an_axis_that_splits_the_model_is_refused(tmp_path):
-    paths, resolved = jobs.make_run(tmp_path, ["train.micro_batch_size=auto", "parallel.tensor=2"])
-    assert all("auto measures the whole model" in line for line in ranks.on(2, refusal, paths, resolved))
+def estimates(world, paths, variants):
+    """The bytes of a row, and the fixed ones, of each of these configurations; and those of the parameters."""
+    with defects.patched(micro_batch, "choose_rows", lambda share, *sizes: sizes[:2]):
+        found = [micro_batch.find_rows(read_training(paths, each), Mesh(Shape(), world)) for each in variants]
+    model = build_model(variants[0].model, build_task(variants[0].task).model_arguments())
+    return found, 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
-def refusal(world, paths, resolved):
-    with pytest.raises(ConfigError) as raised:
-        find_again(world, paths, resolved)
-    return raised.value.line
+def test_batches_that_begin_small_change_nothing_and_averages_take_four_bytes_a_parameter(tmp_path):
+    sizes = ["train.global_batch_size=128", "train.micro_batch_size=auto", "launch.processes_per_node=1"]
+    growing = "train.batch_warmup=[{steps: 1, batch_size: 1}]"
+    paths, resolved = jobs.make_run(tmp_path, sizes)
+    variants = [config.parse(resolved.to_yaml(), [more]) for more in ("run.seed=1", growing, "train.average_decay=0.9")]
+    (((plain, grown, averaged), parameter_bytes),) = ranks.on(1, estimates, paths, variants)
+    assert plain == grown and plain[0] > 1
+    assert averaged == (plain[0], plain[1] + parameter_bytes)
+
+
+def rows_where_memory_ends(world, paths, resolved, most_rows):
+    """The rows that are found where a model may compute so many at a time, as the errors of a CPU and of a GPU say."""
+    compute, answers = micro_batch.compute_loss_sum, []
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        MemoryError(),
+    ):
+
+        def compute_some(model, task, tensors, error=error):
+            if len(tensors.weight) > most_rows:
+                with user_code("model.forward"):
+                    raise error
+            return compute(model, task, tensors)
+
+        with defects.patched(micro_batch, "compute_loss_sum", compute_some):
+            try:
+                answers.append(micro_batch.find_rows(read_training(paths, resolved), Mesh(Shape(), world)))
+            except ConfigError as refused:
+                answers.append(refused.line)
+    return answers
+
+
+def test_memory_that_ends_while_rows_are_tried_says_how_many_fit(tmp_path):
+    paths, resolved = jobs.make_run(tmp_path, ["train.micro_batch_size=auto", "launch.processes_per_node=1"])
+    assert ranks.on(1, rows_where_memory_ends, paths, resolved, 1) == [[1, 1, 1]]
+    ((*lines,),) = ranks.on(1, rows_where_memory_ends, paths, resolved, 0)
+    assert all(line.startswith("train.micro_batch_size: one row needs more memory than there is") for line in lines)

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from helpers import in_process, jobs
 from helpers.documents import opened_run
+from helpers.in_process import StopAfter
 from helpers.models import overfitting
-from helpers.parity.resume import StopAfter
 
 from kftrain import config
 from kftrain.core import storage

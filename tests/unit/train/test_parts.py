@@ -53,11 +53,11 @@ def test_the_state_is_that_of_each_part_under_its_name():
 
 def test_averages_may_be_left_and_a_part_that_is_missing_begins():
     begun = []
-    more = Part(2, dict, None, is_optional=True, begin=lambda: begun.append("more"))
+    more = Part(2, dict, None, is_optional=True, begin=begun.append)
     own = Parts({**{name: Part(1, dict, lambda _: None) for name in OWN}, "more": more})
     own.require_same({**OWN, "averages": 7}, "x")
     assert own.list_dispensable({**OWN, "averages": 7}) == ["averages"] and own.list_missing(OWN) == ["more"]
-    own.begin(["more"])
-    assert begun == ["more"]
+    own.begin(["more"], 7)
+    assert begun == [7]
     with pytest.raises(CheckpointError, match="version 1 of 'more'"):
         own.require_same({**OWN, "more": 1}, "x")

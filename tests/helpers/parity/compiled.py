@@ -1,0 +1,65 @@
+"""What is compiled, counted; and another compiler in the place of torch's, which traces alike and generates no code."""
+
+import contextlib
+
+import torch
+from helpers.parity.defects import patched
+
+MAX_GRAPHS = 4
+"""Forward passes with and without gradients, each of one size and of any size."""
+
+MAX_PIECES = 5
+"""Pieces of a block around what is not compiled."""
+
+TORCH_COMPILE = torch.compile
+
+
+def has_compiler():
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def counted(max_graphs=MAX_GRAPHS):
+    """Each block is compiled, and equal ones once: the number of what is compiled is bounded."""
+    from torch._dynamo.utils import counters  # takes seconds, as all of the compiler
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert 0 < num_graphs <= max_graphs, num_graphs
+
+
+def counted_in_pieces():
+    """As `counted`, for blocks of which a part is not compiled."""
+    return counted(MAX_GRAPHS * MAX_PIECES)
+
+
+def without_code():
+    """Nothing is compiled at all."""
+    return patched(torch, "compile", lambda work, options: work)
+
+
+@contextlib.contextmanager
+def without_compiler():
+    """As in an image that has none, and nothing compiled from before."""
+    from torch._inductor import config as inductor
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()
+    with inductor.patch({"cpp.cxx": (None, "/no/such/compiler")}), fresh_cache():
+        yield
+
+
+@contextlib.contextmanager
+def traced():
+    """Blocks are traced and computed by operations of torch: no C++ is compiled, which takes a minute."""
+    with counted_in_pieces(), patched(torch, "compile", lambda work, options: TORCH_COMPILE(work, backend="aot_eager")):
+        yield
