@@ -41,9 +41,19 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("site", SITES, indirect=True, scope="session")
 
 
-def pytest_collection_modifyitems(items):
-    """One backend after the other, so that a site is opened once."""
-    items.sort(key=lambda item: SITES.index(item.callspec.params["site"]) if hasattr(item, "callspec") else -1)
+def pytest_collection_modifyitems(config, items):
+    """One backend after the other, so that a site is opened once; nothing unless somebody asks for this folder."""
+    places = [place for place, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    ours = sorted((items[place] for place in places), key=_number_site)
+    for place, item in zip(places, ours, strict=True):
+        items[place] = item
+        if not any("launchers" in argument for argument in config.args):
+            item.add_marker(pytest.mark.skip(reason="it takes minutes: make launchers"))
+
+
+def _number_site(item):
+    name = item.callspec.params.get("site") if hasattr(item, "callspec") else None
+    return SITES.index(name) if name else -1
 
 
 @pytest.fixture(scope="session")
