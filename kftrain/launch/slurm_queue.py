@@ -33,7 +33,7 @@ ENDED = frozenset(
 )
 """States of a job that will not run again."""
 
-HELD = frozenset(("JobHeldUser", "JobHeldAdmin"))
+HELD = frozenset(("JobHeldUser", "JobHeldAdmin", "job requeued in held state"))
 """Reasons of a job that waits until somebody releases it."""
 
 FORMAT = "%A|%T|%r|%u|%D|%V|%k"

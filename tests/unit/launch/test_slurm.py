@@ -133,12 +133,13 @@ SQUEUE_22_05 = """\
 6|RUNNING|None|eve|1|1795762600|{"kftrain": 1, "run": "/x\\u001b[2J", "task": "train", "digest": "d"}
 7|RUNNING|None|eve|1|1795762600|{"kftrain": 1, "run": "s3://eve/x", "task": "train", "digest": "d"}
 8|RUNNING|None|eve|1|1795762600|{"kftrain": 1, "run": "/x", "task": "mine", "digest": "d"}
+9|PENDING|job requeued in held state|bob|1|1795762600|{"kftrain": 1, "run": "/x", "task": "train", "digest": "d"}
 """
 """As squeue of 22.05 prints it, the only version that these tests have met."""
 
 
 def test_jobs_of_others_are_not_taken_for_ours():
-    first, second = (job for line in SQUEUE_22_05.splitlines() if (job := slurm_queue.parse_job(line)))
+    first, second, suspended = (job for line in SQUEUE_22_05.splitlines() if (job := slurm_queue.parse_job(line)))
     assert (first.job_id, first.run_uri, first.reason, first.num_nodes) == ("3", "/shared/runs/a|b", "Resources", 2)
     assert (second.state, second.reason, second.user, second.submitted_at) == ("RUNNING", "", "bob", 1795762700.0)
-    assert not first.is_held and not first.has_ended
+    assert not first.is_held and not first.has_ended and suspended.is_held
