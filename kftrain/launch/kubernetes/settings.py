@@ -107,7 +107,7 @@ class KubernetesConfig(Section):
     training_timeout_seconds: KeepsTraining[Seconds] = 30 * 24 * 3600.0
     """Time of training over all attempts, after which the job commits a checkpoint and ends."""
     fabric: FabricConfig = FabricConfig()
-    """The network between the GPUs of a job."""
+    """The network over which the pods of a job reach each other, and what they need for it."""
 
     @field_validator("gpu_resource")
     @classmethod

@@ -1,5 +1,6 @@
 """The identity of a training: what older runs have keeps its value, and every key says whether it belongs to it."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated, get_args
@@ -74,11 +75,10 @@ LISTED = {"optimizer.groups", "train.batch_warmup"}
 
 @pytest.mark.parametrize("path", [path for path in SECTIONS if "mixture" not in path and path not in LISTED])
 def test_a_key_belongs_to_the_identity_if_and_only_if_its_mark_says_so(path):
-    top, *inner = path.split(".")
     for name, mark in SECTIONS[path].effects().items():
         base = config.parse("")
-        *_, parent = sections = [base, getattr(base, top)] + ([getattr(getattr(base, top), inner[0])] if inner else [])
-        changed = parent.model_copy(update={name: "something else"})
+        sections = list(itertools.accumulate(path.split("."), getattr, initial=base))
+        changed = sections[-1].model_copy(update={name: "something else"})
         for section, key in zip(reversed(sections[:-1]), reversed(path.split(".")), strict=True):
             changed = section.model_copy(update={key: changed})
         if mark.counted_as in ("", "initial_weights") and name != "start_from":
@@ -92,18 +92,16 @@ def identity_with(section, **values):
 
 
 def test_a_key_that_is_added_with_a_default_leaves_every_identity_as_it_was():
-    class Compressing(ParallelConfig):
-        compression: Annotated[str, Effect(changes_training=True, added="0.3")] = ""
+    class Wrapping(ParallelConfig):
+        wrapping: Annotated[str, Effect(changes_training=True, added="0.3")] = ""
         buckets: KeepsTraining[int] = 4
 
     class Averaging(OptimizerConfig):
         averages: Annotated[dict[str, float], Effect(changes_training=True, added="0.3")] = Field(default_factory=dict)
 
     before = config.parse("").training_identity("d")
-    assert (
-        identity_with(Compressing()) == identity_with(Averaging()) == identity_with(Compressing(), buckets=9) == before
-    )
-    assert identity_with(Compressing(), compression="int8") == before | {"parallel": {"compression": "int8"}}
+    assert identity_with(Wrapping()) == identity_with(Averaging()) == identity_with(Wrapping(), buckets=9) == before
+    assert identity_with(Wrapping(), wrapping="int8") == before | {"parallel": {"wrapping": "int8"}}
     averaged = identity_with(Averaging(), averages={"ema": 0.9})
     assert averaged == before | {"optimizer": before["optimizer"] | {"averages": {"ema": 0.9}}}
 

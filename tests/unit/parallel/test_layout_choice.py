@@ -175,7 +175,7 @@ def test_bytes_along_each_axis_are_those_of_the_formulas_that_the_kernel_confirm
 def parity_rows():
     """Name -> line of the layouts in the table of what is proven."""
     lines = (ROOT / "docs" / "parallelism.md").read_text().splitlines()
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.count(" | ") >= 4}
 
 
 @layouts

@@ -30,5 +30,5 @@ def test_a_bucket_is_the_sum_of_what_was_sent_in_the_format_of_the_exchange(monk
     monkeypatch.setattr(replicas.dist, "all_reduce", all_reduce)
     gradients = torch.tensor([1.0, -0.25, 1.0 + 2**-12])
     expected = (gradients.to(dtype) * 3).float()
-    total = replicas._sum_bucket(SimpleNamespace(buffer=gradients.clone), None, dtype).wait()
+    total = replicas._sum_bucket(SimpleNamespace(buffer=gradients.clone), None, dtype, None).wait()
     assert sent == [dtype] and total.dtype == torch.float32 and torch.equal(total, expected)

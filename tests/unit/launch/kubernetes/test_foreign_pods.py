@@ -38,6 +38,7 @@ def test_a_pod_without_labels_is_read():
 
 
 def test_a_job_of_somebody_else_is_read():
-    item = {"metadata": {"uid": "u", "creationTimestamp": CREATED, "labels": None, "annotations": None}, "spec": {}}
+    metadata = {"name": "theirs", "uid": "u", "creationTimestamp": CREATED, "labels": None, "annotations": None}
+    item = {"metadata": metadata, "spec": {}}
     found = observation.parse_job(item, 0.0, KIND)
     assert (found.task, found.suspended_by_user, found.num_pods) == ("", False, 1)

@@ -36,6 +36,9 @@ OWN = rights(ACCOUNT)
 QUEUES = {("workloads", "get"), ("workloads", "list")}
 """Asked for where Kueue is."""
 
+DEVICES = {("nodes", "list")}
+"""Asked for with a fabric whose pods need devices."""
+
 
 def night(launch, namespace, make_job):
     """What one launch may meet: a job of before, logs, a node that dies under a pod, and the cleaning up at the end."""
@@ -75,7 +78,7 @@ def test_the_account_may_do_what_a_launch_does_and_no_more(launch, server, names
     server.rights = rights(*bound_roles())
     code, output = night(launch, namespace, make_job)
     assert code == 0 and "may not" not in output
-    assert server.rights_used == server.rights - QUEUES
+    assert server.rights_used == server.rights - QUEUES - DEVICES
 
 
 @pytest.mark.parametrize("right", sorted(OWN))
