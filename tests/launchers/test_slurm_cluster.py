@@ -333,7 +333,7 @@ def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launc
     steps = 3000
     settings = ["launch.slurm.partition=short", "launch.slurm.commit_seconds=60", "checkpoint.interval_steps=100000"]
     paths, _ = make_run(f"train.steps={steps}", *settings)
-    launch(paths).process.wait(850)
+    assert launch(paths).finish()[0] == 0
     assert list_steps(paths) == list(range(1, steps + 1))
     assert "restart 1" in read_output(paths) and "DUE TO TIME LIMIT" not in read_output(paths)
     assert read_weights(paths) == undisturbed(steps)
