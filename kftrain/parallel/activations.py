@@ -88,6 +88,8 @@ class CheckpointActivations:
     method: CheckpointingMethod
     names: Collection[str]
     """Names of the chosen blocks of the whole model; a stage has some of them."""
+    is_compiled: bool = False
+    """True where blocks are compiled afterwards: torch's compiler takes its own contexts alone."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Wrap those of the blocks that are chosen. Raises ConfigError for one with recurrent layers."""
@@ -112,7 +114,8 @@ class CheckpointActivations:
                 value=self.method,
                 fix="set it to blocks, or leave the block out of train.checkpointed_blocks",
             )
-        contexts: dict[str, Any] = {"context_fn": make_selective_contexts} if self.method == "selective" else {}
+        make_contexts = make_selective_contexts if self.is_compiled else _make_watched_contexts
+        contexts: dict[str, Any] = {"context_fn": make_contexts} if self.method == "selective" else {}
         return checkpoint_wrapper(block, **contexts)
 
 
@@ -126,7 +129,12 @@ def make_selective_contexts() -> tuple[Any, Any]:
             kept = bool(next(numbers) % PRODUCTS_TO_ONE_RECOMPUTED)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    first, again = create_selective_checkpoint_contexts(choose)  # type: ignore[no-untyped-call]
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(choose)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def _make_watched_contexts() -> tuple[Any, Any]:
+    first, again = make_selective_contexts()
     return first, _refuse_mutation(again)
 
 

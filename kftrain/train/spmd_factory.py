@@ -204,7 +204,7 @@ def list_block_transforms(train: TrainConfig, names: Sequence[str]) -> list[Tran
     if train.activation_checkpointing == "none":
         return []
     chosen = choose_checkpointed_blocks(names, train.checkpointed_blocks)
-    return [CheckpointActivations(train.activation_checkpointing, chosen)]
+    return [CheckpointActivations(train.activation_checkpointing, chosen, train.compile)]
 
 
 def build_averages(model: nn.Module, config: TrainConfig) -> Averages | None:
