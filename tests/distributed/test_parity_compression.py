@@ -142,7 +142,9 @@ FIRST = {}
 def first_weights_of(pools, case):
     """Those of a model that nobody has trained."""
     if "weights" not in FIRST:
-        FIRST["weights"] = pools.run(1, parity_rank.train, Row("", 1, case=case).job)[0].value.first_weights
+        (answer,) = pools.run(1, parity_rank.train, Row("", 1, DDP, case).job)
+        assert answer.kind == "done", answer.value
+        FIRST["weights"] = answer.value.first_weights
     return FIRST["weights"]
 
 
