@@ -489,15 +489,6 @@ def _load_and_compare(feedback, state, before, kind):
     return None
 
 
-def factors_dropped():
-    """A resume begins with factors that are drawn anew."""
-
-    def load(sums, state):
-        CompressedSums.load(sums, state)
-
-    return patched(LowRankSums, "load", load)
-
-
 def feedback_dropped():
     """A resume leaves what was lost in the checkpoint."""
     return _loading(lambda feedback, state: None, lambda feedback, state: None)
