@@ -89,9 +89,9 @@ class PackedSums(_Allocates):
         self._codec = codec
         self._has_feedback = has_feedback
         self.feedback: torch.Tensor | None = None
-        """What the gradients of this process have lost, `[W * n]`; None before the first exchange."""
+        """Loss of this process's gradients on their way so far, `[W * n]`; None before the first exchange."""
         self.next_feedback: torch.Tensor | None = None
-        """What is to be kept if the step counts; None between steps."""
+        """Its value after this step, unless that is skipped; None between steps."""
 
     def __call__(
         self,
