@@ -1,4 +1,4 @@
-"""Memory of a step with a row of 32,768 tokens: two processes that share it against one that has all of it."""
+"""Memory of a step with a row of up to 32,768 tokens: two processes that share it against one that has all of it."""
 
 import math
 
@@ -17,45 +17,46 @@ from kftrain.train import session
 
 pytestmark = pytest.mark.slow
 
-LENGTH = 32_768
 MAX_SHARE = 0.55
-TEXT = f"""
-task: {{kind: language_modeling, sequence_length: {LENGTH}, tokenizer: bytes}}
-model: {{kind: transformer, dim: 128, num_layers: 2, num_heads: 2}}
-train: {{steps: 1, global_batch_size: 1}}
+TEXT = """
+task: {kind: language_modeling, tokenizer: bytes}
+model: {kind: transformer, dim: 128, num_layers: 2, num_heads: 2}
+train: {steps: 1, global_batch_size: 1}
 """
 CONTEXT = ("parallel.context=2",)
 GATHERED = ("model.num_kv_heads=1",)
 DOCUMENTS = ("task.attention=documents",)
 
 
-def one_row():
-    tokens = np.random.default_rng(0).integers(97, 123, (1, LENGTH + 1)).astype(np.uint16)
+def one_row(length):
+    tokens = np.random.default_rng(0).integers(97, 123, (1, length + 1)).astype(np.uint16)
     tokens[:, ::3001] = DOCUMENT
     return {"tokens": tokens}
 
 
-def peak_of_a_training(world, overrides):
+def peak_of_a_training(world, length, overrides):
     """Peaks of this process's memory, while the engine is built and within a step, and the step's loss."""
     torch.set_num_threads(1)
-    resolved = config.parse(TEXT, list(overrides))
+    resolved = config.parse(TEXT, [f"task.sequence_length={length}", *overrides])
     mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
-    loader = new_loader(resolved, task, mesh, one_row())
+    loader = new_loader(resolved, task, mesh, one_row(length))
     with peak_of_memory() as while_built:
         engine, _ = session.build(resolved, task, loader, mesh)
     (batch,) = loader.steps(0, 1)
     with peak_of_memory() as in_step:
-        loss = engine.step(batch, LENGTH, world.sum).local_loss_sum.item()
+        loss = engine.step(batch, length, world.sum).local_loss_sum.item()
     return while_built["bytes"], in_step["bytes"], loss
 
 
+# Time grows with the square of the length: gathered keys are shown with three quarters of it.
 @pytest.mark.parametrize("overrides", [DOCUMENTS, (*DOCUMENTS, *GATHERED), (), GATHERED], ids=str)
 def test_each_of_two_processes_has_half_of_what_one_needs(overrides):
-    ((built_alone, alone, loss),) = ranks.on(1, peak_of_a_training, overrides, seconds=900)
-    shared = ranks.on(2, peak_of_a_training, (*CONTEXT, *overrides), seconds=900)
+    length = 24_576 if "model.num_kv_heads=1" in overrides else 32_768
+    ((built_alone, alone, loss),) = ranks.on(1, peak_of_a_training, length, overrides, seconds=900)
+    shared = ranks.on(2, peak_of_a_training, length, (*CONTEXT, *overrides), seconds=900)
     built, in_step, losses = zip(*shared, strict=True)
     print(f"\n{overrides}: {max(in_step) / alone:.3f} of {alone / 2**20:.0f} MiB")
     assert math.isclose(sum(losses), loss, rel_tol=1e-5)
     assert max(in_step) <= MAX_SHARE * alone, (shared, alone)
     assert max(built) <= MAX_SHARE * built_alone, (shared, built_alone)
-    assert alone > 1 << 29, "it is the sequence that takes the memory"
+    assert alone > length << 14, "it is the sequence that takes the memory"
