@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kftrain.parallel.initialize import Slot, parameter_like, replace_parameters
+from kftrain.parallel.initialize import Slot, give_back_flags, parameter_like, stored_parameter
 from kftrain.parallel.sharded import local
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -33,6 +33,8 @@ def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, unti
     """
 
     def fits(value: Any) -> bool:
+        if isinstance(value, tuple):
+            return all(map(fits, value))
         return isinstance(value, torch.Tensor) and (value.dtype == dtype or not value.is_floating_point())
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,8 +42,8 @@ def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, unti
 
     def cast_inputs_of(unit: nn.Module) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            # Within tuples and the like, too, before the hook goes for good. Otherwise a look at the top is enough:
-            # what is no tensor there does not fit, and the whole tree is mapped.
+            # Within lists and the like, too, before the hook goes for good. Otherwise a look at tensors and tuples is
+            # enough: what is neither does not fit, and the whole tree is mapped.
             values = tree_leaves((inputs, keywords)) if until_fit else (*inputs, *keywords.values())
             if not all(map(fits, values)):
                 return tree_map_only(torch.Tensor, cast, (inputs, keywords))
@@ -68,36 +70,61 @@ class WorkingCopies:
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
-        self._slots = list_slots(model)
         self._reduce = reduce
         self._masters = list(model.parameters())
         self._copies: list[torch.Tensor] = [
             parameter_like(master, local(master).detach().to(compute, copy=True)) for master in self._masters
         ]
-        self._copy_of = dict(zip(self._masters, self._copies, strict=True))
+        copy_of = dict(zip(self._masters, self._copies, strict=True))
+        slots = [(*slot, stored_parameter(slot)) for slot in list_slots(model)]
+        self._places = [(module, key, master, copy_of[master]) for module, key, master in slots]
         self.sums: dict[int, torch.Tensor] = {}
         """Gradients of this step so far, by the number of the parameter."""
+        self._are_watched = False
+
+    def expect(self, is_last: bool) -> None:
+        """Prepare for a micro batch, `is_last` of its step: gradients of an only one wait in the copies."""
+        if is_last or self._are_watched:
+            return
+        self._are_watched = True
         for number, copy in enumerate(self._copies):
-            if copy.requires_grad:
-                copy.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda changed, number=number: self._take_gradient(number, changed)  # bound now, not by the loop
-                )
+            is_trained = copy.requires_grad
+            copy.requires_grad_().register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda changed, number=number: self._take_gradient(number, changed)  # bound now, not by the loop
+            )
+            copy.requires_grad_(is_trained)  # the model may thaw it
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Give the model the copies, with the values that the masters have now, within the block."""
         with torch.no_grad():  # the optimizer has changed the masters since the last time
             torch._foreach_copy_(self._copies, list(map(local, self._masters)))
-        for master, copy in self._copy_of.items():  # the model may have frozen or thawed one
-            copy.requires_grad_(master.requires_grad)
-        with replace_parameters(self._slots, self._copy_of.__getitem__):
+        # As `replace_parameters` does it, which finds out in each step what is known here.
+        for module, key, master, copy in self._places:
+            if copy.requires_grad is not master.requires_grad:  # the model may have frozen or thawed one
+                copy.requires_grad_(master.requires_grad)
+            if attributes := vars(master):
+                vars(copy).update(attributes)
+            module._parameters[key] = copy
+        flags = [copy.requires_grad for *_, copy in self._places]
+        try:
             yield
+        finally:
+            for (module, key, master, copy), flag in zip(self._places, flags, strict=True):
+                module._parameters[key] = master
+                if copy._backward_hooks or copy.requires_grad is not flag:
+                    give_back_flags(master, copy, flag)
 
     def hand_over(self) -> None:
         """Give the masters the gradients of this step, in their own format; a parameter that was not used gets none."""
         for number, total in self.sums.items():
             self._masters[number].grad = _distribute_like(self._masters[number], total.to(self._masters[number].dtype))
         self.sums.clear()
+        if not self._are_watched:
+            for master, copy in zip(self._masters, self._copies, strict=True):
+                if (total := copy.grad) is not None:
+                    master.grad = _distribute_like(master, total.to(self._reduce).to(master.dtype))
+                    copy.grad = None
 
     def _take_gradient(self, number: int, copy: torch.Tensor) -> None:
         # After each micro batch: left in place, autograd would add the next one to it in the format of the computation,

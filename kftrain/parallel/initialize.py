@@ -254,10 +254,16 @@ def replace_parameters(slots: Sequence[Slot], value_of: Callable[[Any], torch.Te
         yield
     finally:
         for module, key, parameter in before:
-            value, module._parameters[key] = values[parameter], parameter
-            parameter._backward_hooks = parameter._backward_hooks or value._backward_hooks  # the engine refuses it
-            if value.requires_grad != flags[parameter]:  # a model that freezes or thaws it means the parameter
-                parameter.requires_grad_(not flags[parameter])
+            module._parameters[key] = parameter
+            give_back_flags(parameter, values[parameter], flags[parameter])
+
+
+def give_back_flags(parameter: Any, value: Any, flag: bool) -> None:
+    """Do to a parameter what a model has done to the value that stood in for it, and had a gradient if `flag`."""
+    if value._backward_hooks:
+        parameter._backward_hooks = parameter._backward_hooks or value._backward_hooks  # the engine refuses it
+    if value.requires_grad is not flag:
+        parameter.requires_grad_(not flag)
 
 
 def put_all(slots: list[Slot], parameter: nn.Parameter) -> None:

@@ -12,6 +12,7 @@ numbers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -85,6 +86,10 @@ class Formats:
             copies = functools.cache(lambda: WorkingCopies(distributed.model, compute, reduce))
             distributed.around_step.append(lambda: copies().in_place())
             distributed.after_backward.append(lambda: copies().hand_over())
+            if distributed.mesh.shape.pipeline > 1:  # which does not say when it begins with a micro batch
+                distributed.around_step.append(lambda: contextlib.nullcontext(copies().expect(is_last=False)))
+            else:
+                distributed.before_micro_batch.append(lambda is_last: copies().expect(is_last))
             distributed.list_gradients = lambda: list(copies().sums.values())
 
 
@@ -171,6 +176,7 @@ class ParameterHooks:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._hooks = {name: set_hooks(stored_parameter(slots[0]), None, None) for name, slots in places.items()}
+        self._hooked = [name for name, hooks in self._hooks.items() if any(hook is not None for hook in hooks)]
         self._kinds = {name: type(stored_parameter(slots[0])) for name, slots in places.items()}
 
     def require_whole(self) -> None:
@@ -189,7 +195,8 @@ class ParameterHooks:
     def __call__(self) -> None:
         """Call the hooks with the gradients of a step. Collective where they are spread. Raises UserCodeError."""
         # All processes skip the same ones: by now a parameter has a gradient on all of them, or on none.
-        for name, (of_gradient, of_parameter) in self._hooks.items():
+        for name in self._hooked:
+            of_gradient, of_parameter = self._hooks[name]
             parameter = stored_parameter(self._places[name][0])
             if parameter.grad is None or not (of_gradient or of_parameter):
                 continue
