@@ -87,21 +87,16 @@ def spread_out(empty: EmptyExport, config: Config, world: World) -> SpreadModel:
 def find_chunk_tokens(empty: EmptyExport, config: Config) -> int:
     """Return how many tokens' logits are computed at a time, as in training; 0 for a model or task that cannot."""
     try:
-        find_output_layer(empty.model, _list_blocks(empty.model))
+        find_output_layer(empty.model, blocks.find_candidates(empty.model).declared_names)
     except ConfigError:
         return 0
     return config.train.loss_chunk_tokens if task_reads_parts(empty.task) else 0
 
 
-def _list_blocks(model: nn.Module) -> list[str]:
-    candidates = blocks.find_candidates(model)
-    return candidates.names if candidates.declared else []
-
-
 def _spread_model(empty: EmptyExport, parallel: ParallelConfig, world: World, chunk_tokens: int) -> SpreadModel:
     """Spread a model in one layout and fill it. Raises ConfigError, before any weight is read, if it cannot be."""
     mesh = Mesh(parallel.shape(world.size), world)
-    names = _list_blocks(empty.model)
+    names = blocks.find_candidates(empty.model).declared_names
     if not names and parallel.tensor == 1:
         raise ConfigError("it names no blocks", where="model.blocks", fix="give it a method blocks()")
     slots = ModelSlots(empty.model)

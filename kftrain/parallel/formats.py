@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kftrain.parallel.initialize import Slot, give_back_flags, parameter_like, stored_parameter
-from kftrain.parallel.sharded import local
+from kftrain.parallel.initialize import Slot, parameter_like, stand_in, stored_parameter
+from kftrain.parallel.sharded import local, spread_like
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {**{name: dtype for dtype, name in NAMES.items()}, "float8": torch.bfloat16}
@@ -69,7 +68,8 @@ class WorkingCopies:
     the same objects from step to step, because their hooks take the gradients.
     """
 
-    def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype, several: bool = False) -> None:
+        """`several`: steps have several micro batches, and nobody calls `watch`."""
         self._reduce = reduce
         self._masters = list(model.parameters())
         self._copies: list[torch.Tensor] = [
@@ -77,14 +77,16 @@ class WorkingCopies:
         ]
         copy_of = dict(zip(self._masters, self._copies, strict=True))
         slots = [(*slot, stored_parameter(slot)) for slot in list_slots(model)]
-        self._places = [(module, key, master, copy_of[master]) for module, key, master in slots]
+        self._places = [(*slot, copy_of[slot[2]]) for slot in slots]
         self.sums: dict[int, torch.Tensor] = {}
         """Gradients of this step so far, by the number of the parameter."""
         self._are_watched = False
+        if several:
+            self.watch()
 
-    def expect(self, is_last: bool) -> None:
-        """Prepare for a micro batch, `is_last` of its step: gradients of an only one wait in the copies."""
-        if is_last or self._are_watched:
+    def watch(self) -> None:
+        """Take gradients after each micro batch from now on, not once a step."""
+        if self._are_watched:
             return
         self._are_watched = True
         for number, copy in enumerate(self._copies):
@@ -99,31 +101,21 @@ class WorkingCopies:
         """Give the model the copies, with the values that the masters have now, within the block."""
         with torch.no_grad():  # the optimizer has changed the masters since the last time
             torch._foreach_copy_(self._copies, list(map(local, self._masters)))
-        # As `replace_parameters` does it, which finds out in each step what is known here.
-        for module, key, master, copy in self._places:
+        for master, copy in zip(self._masters, self._copies, strict=True):
             if copy.requires_grad is not master.requires_grad:  # the model may have frozen or thawed one
                 copy.requires_grad_(master.requires_grad)
-            if attributes := vars(master):
-                vars(copy).update(attributes)
-            module._parameters[key] = copy
-        flags = [copy.requires_grad for *_, copy in self._places]
-        try:
+        with stand_in(self._places):
             yield
-        finally:
-            for (module, key, master, copy), flag in zip(self._places, flags, strict=True):
-                module._parameters[key] = master
-                if copy._backward_hooks or copy.requires_grad is not flag:
-                    give_back_flags(master, copy, flag)
 
     def hand_over(self) -> None:
         """Give the masters the gradients of this step, in their own format; a parameter that was not used gets none."""
         for number, total in self.sums.items():
-            self._masters[number].grad = _distribute_like(self._masters[number], total.to(self._masters[number].dtype))
+            self._masters[number].grad = spread_like(self._masters[number], total.to(self._masters[number].dtype))
         self.sums.clear()
         if not self._are_watched:
             for master, copy in zip(self._masters, self._copies, strict=True):
                 if (total := copy.grad) is not None:
-                    master.grad = _distribute_like(master, total.to(self._reduce).to(master.dtype))
+                    master.grad = spread_like(master, total.to(self._reduce).to(master.dtype))
                     copy.grad = None
 
     def _take_gradient(self, number: int, copy: torch.Tensor) -> None:
@@ -135,8 +127,3 @@ class WorkingCopies:
         else:  # `to` may return the gradient itself; it is the sum's alone once the copy has let go of it below
             self.sums[number] = copy.grad.to(self._reduce)
         copy.grad = None
-
-
-def _distribute_like(master: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Make `part` this process's part of a tensor that is distributed as `master` is; leave it plain if that is."""
-    return DTensor.from_local(part, master.device_mesh, master.placements) if isinstance(master, DTensor) else part

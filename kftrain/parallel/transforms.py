@@ -12,7 +12,6 @@ numbers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -83,13 +82,12 @@ class Formats:
         cast_inputs(distributed.model, blocks, compute, until_fit=compute == torch.float32)
         if {self.compute, self.reduce} != {"fp32"}:
             # Made when the first step begins: by then the parameters have their values.
-            copies = functools.cache(lambda: WorkingCopies(distributed.model, compute, reduce))
+            # A pipeline does not say when it begins with a micro batch.
+            several = distributed.mesh.shape.pipeline > 1
+            copies = functools.cache(lambda: WorkingCopies(distributed.model, compute, reduce, several))
             distributed.around_step.append(lambda: copies().in_place())
             distributed.after_backward.append(lambda: copies().hand_over())
-            if distributed.mesh.shape.pipeline > 1:  # which does not say when it begins with a micro batch
-                distributed.around_step.append(lambda: contextlib.nullcontext(copies().expect(is_last=False)))
-            else:
-                distributed.before_micro_batch.append(lambda is_last: copies().expect(is_last))
+            distributed.before_micro_batch.append(lambda is_last: None if is_last else copies().watch())
             distributed.list_gradients = lambda: list(copies().sums.values())
 
 

@@ -11,12 +11,10 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from kftrain.parallel.sharded import local
+from kftrain.parallel.sharded import local, spread_like
 from kftrain.train.optimizer_kinds import AdamW, Group
 
 BLOCK_SIZE = 256
@@ -116,18 +114,10 @@ class AdamW8bit(AdamW):
     # Both make a new dict: a checkpoint that is being made refers to the one with all moments.
     def _dequantize(self, parameter: torch.Tensor) -> None:
         blocks = self._blocks[parameter].items()
-        moments = {name: _spread_like(parameter, moment.dequantize()) for name, moment in blocks}
+        moments = {name: spread_like(parameter, moment.dequantize()) for name, moment in blocks}
         self.state[parameter] = {**self.state[parameter], **moments}
 
     def _quantize(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Make blocks of the moments in a parameter's state; return the rest of the state."""
         self._blocks[parameter] = {name: Blocks.quantize(local(state[name]), signed) for name, signed in SIGNED.items()}
         return {name: value for name, value in state.items() if name not in SIGNED}
-
-
-def _spread_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Make a part a tensor that is cut over processes as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return part
-    form: Any = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, **form)

@@ -192,7 +192,9 @@ def make_engine(
         combined_buffers=plain.combined,
         norms=plain.norms,
         draws=PlacedDraws(plain.model, plain.block_names, own, mesh.world.device) if draws else None,
-        averages=build_averages(plain.model, config.train),
+        averages=Averages(plain.model, config.train.average_decay, config.train.average_start_steps)
+        if config.train.average_decay
+        else None,
         loss_scale=scaling[0] if scaling else None,
     )
     engine.num_norm_samples = count_norm_samples(plain.norms, plain.plan)
@@ -205,11 +207,6 @@ def list_block_transforms(train: TrainConfig, names: Sequence[str]) -> list[Tran
         return []
     chosen = choose_checkpointed_blocks(names, train.checkpointed_blocks)
     return [CheckpointActivations(train.activation_checkpointing, chosen, train.compile)]
-
-
-def build_averages(model: nn.Module, config: TrainConfig) -> Averages | None:
-    """Build the averages of a model's weights, where the configuration asks for them; the weights have values."""
-    return Averages(model, config.average_decay, config.average_start_steps) if config.average_decay else None
 
 
 def require_narrow_masters(config: Config, mesh: Mesh) -> None:
