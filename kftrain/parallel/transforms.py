@@ -64,8 +64,7 @@ class NarrowMasters:
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Give the parameters another format."""
-        for slots in places_of(distributed.model).values():
-            parameter = stored_parameter(slots[0])
+        for parameter in distributed.model.parameters():
             give_memory(parameter, torch.empty_like(parameter, dtype=torch.bfloat16))
 
 

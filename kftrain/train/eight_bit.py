@@ -43,13 +43,6 @@ def make_levels(signed: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(sorted(levels), device=device)
 
 
-@functools.cache
-def make_borders(signed: bool, device: torch.device) -> torch.Tensor:
-    """Return the 255 numbers halfway between neighbouring levels."""
-    levels = make_levels(signed, device)
-    return (levels[1:] + levels[:-1]) / 2
-
-
 @dataclass(frozen=True)
 class Blocks:
     """Numbers of one tensor, quantized block by block; the last block may be filled up with zeros."""
@@ -67,7 +60,8 @@ class Blocks:
         flat = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
         scales = flat.gather(1, flat.abs().argmax(1, keepdim=True))
         relative = torch.where(scales == 0, 0.0, flat / scales)
-        codes = torch.bucketize(relative, make_borders(signed, values.device), out_int32=True).to(torch.uint8)
+        levels = make_levels(signed, values.device)
+        codes = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
         return cls(codes, scales, values.shape, signed)
 
     def dequantize(self) -> torch.Tensor:

@@ -41,7 +41,7 @@ from kftrain.train import probe
 from kftrain.train.completing import ask_model_arguments
 from kftrain.train.optimizer import freeze
 from kftrain.train.reading import Training, open_loader
-from kftrain.train.spmd_factory import list_block_transforms
+from kftrain.train.spmd_factory import gather_results, list_block_transforms
 from kftrain.train.step import compute_loss_sum, count_loss_terms, receive_tensors
 
 WHERE = "train.micro_batch_size"
@@ -63,9 +63,7 @@ def resolve_micro_batch(training: Training, mesh: Mesh) -> Training:
     known = documents.read_if_exists(MicroBatchChoice, uri) if mesh.world.is_main else None
     rows = mesh.world.from_main(known.rows if known and known.layout == layout else 0)
     if not rows:
-        answers = list[int]()
-        mesh.world.agree(lambda: answers.append(find_rows(training, mesh)))
-        rows = min(mesh.world.gather(answers[0]))
+        rows = min(gather_results(mesh.world, lambda: find_rows(training, mesh)))
         if mesh.world.is_main:
             storage.publish_json(uri, MicroBatchChoice(rows=rows, layout=layout).to_dict())
             to_log(f"{WHERE}: auto takes {rows}")
@@ -184,13 +182,9 @@ def _count_state_bytes(config: Config, model: nn.Module, mesh: Mesh) -> int:
 
 
 def choose_rows(share: int, row_bytes: float, fixed_bytes: float, free_bytes: float) -> int:
-    """Return the rows of the largest micro batch that fits, as a process's share is cut into equal ones.
+    """Return the rows of the largest micro batch that fits, as a process's `share` of rows is cut into equal ones.
 
-    Args:
-        share: Rows of a process in a step.
-        row_bytes: Bytes that each row of a micro batch takes.
-        fixed_bytes: Bytes that it takes whatever its rows.
-        free_bytes: Bytes that there are, of which `USED_SHARE` may be taken.
+    It takes `row_bytes` for each row, and `fixed_bytes` besides, of `USED_SHARE` of the `free_bytes`.
 
     Raises ConfigError where not one row fits.
     """

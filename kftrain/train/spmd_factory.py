@@ -343,7 +343,7 @@ def _try_model(
     with contextlib.closing(loader.steps(0, 1)) as steps:
         micro = probe.take_first_rows(next(steps).micro_batches[0])
     if mesh.shape.context > 1:
-        _gather_results(world, lambda: _shorten_sequences(task, micro, config.parallel))
+        gather_results(world, lambda: _shorten_sequences(task, micro, config.parallel))
     is_sharded = mesh.shape.tensor > 1 or (world.size > 1 and config.parallel.stage != "ddp")
     num_chances = probe.NUM_CHANCES if is_sharded and candidates.names else 1
 
@@ -413,17 +413,17 @@ def _look_at_rows(mesh: Mesh, weights: Weights, micro: MicroBatch, look: Callabl
     """
     world = mesh.world
     if isinstance(weights, Drawn):
-        return _gather_results(world, lambda: look(micro, mesh.data_rank))
+        return gather_results(world, lambda: look(micro, mesh.data_rank))
     # Every n-th process's rows, so that these are at most MAX_LOOKS.
-    parts = _gather_results(world, lambda: micro)[:: -(-world.size // MAX_LOOKS)]
+    parts = gather_results(world, lambda: micro)[:: -(-world.size // MAX_LOOKS)]
 
     def look_at_parts() -> list[T]:
         return [look(rows, rank) for rank, rows in enumerate(parts)] if weights.is_here else []
 
-    return _gather_results(world, look_at_parts)[0]
+    return gather_results(world, look_at_parts)[0]
 
 
-def _gather_results(world: World, work: Callable[[], T]) -> list[T]:
+def gather_results(world: World, work: Callable[[], T]) -> list[T]:
     """Return the results of all processes; raise the first error of any of them on all. Collective."""
     try:
         result, problem = work(), None
