@@ -19,10 +19,13 @@ from kftrain.config import Config
 from kftrain.core.progress import to_log
 from kftrain.errors import ConfigError
 from kftrain.parallel import blocks
+from kftrain.parallel.chunked_logits import ChunkLogits, find_output_layer
+from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.transforms import distribute, list_transforms
 from kftrain.parallel.world import World
+from kftrain.tasks.base import task_reads_parts
 
 COPIES_UP_TO_BYTES = 1 << 30
 """Weights of no more bytes are copied, unless the configuration says otherwise."""
@@ -65,27 +68,41 @@ def spread_out(empty: EmptyExport, config: Config, world: World) -> SpreadModel:
     """
     num_bytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in empty.model.parameters())
     *candidates, _ = layouts(config, num_bytes, world.size)
+    chunk_tokens = find_chunk_tokens(empty, config)
     for parallel in filter(None, candidates):
         try:
-            return _spread_model(empty, parallel, world)
+            return _spread_model(empty, parallel, world, chunk_tokens)
         except ConfigError as error:
             if world.is_main:
                 to_log(f"the evaluated model cannot be spread as in training: {error.line}")
             empty = empty.rebuilt()
     slots = ModelSlots(empty.model)
     export.fill(empty, empty.model, slots, world)
-    return SpreadModel(empty.model.to(world.device), Mesh.of_copies(world), False)
+    model, mesh = empty.model.to(world.device), Mesh.of_copies(world)
+    if chunk_tokens:
+        ChunkLogits(chunk_tokens).apply(Distributed(model, mesh), [])
+    return SpreadModel(model, mesh, False)
 
 
-def _spread_model(empty: EmptyExport, parallel: ParallelConfig, world: World) -> SpreadModel:
+def find_chunk_tokens(empty: EmptyExport, config: Config) -> int:
+    """Return how many tokens' logits are computed at a time, as in training; 0 for a model or task that cannot."""
+    try:
+        find_output_layer(empty.model, blocks.find_candidates(empty.model).declared_names)
+    except ConfigError:
+        return 0
+    return config.train.loss_chunk_tokens if task_reads_parts(empty.task) else 0
+
+
+def _spread_model(empty: EmptyExport, parallel: ParallelConfig, world: World, chunk_tokens: int) -> SpreadModel:
     """Spread a model in one layout and fill it. Raises ConfigError, before any weight is read, if it cannot be."""
     mesh = Mesh(parallel.shape(world.size), world)
-    candidates = blocks.find_candidates(empty.model)
-    names = candidates.names if candidates.declared else []
+    names = blocks.find_candidates(empty.model).declared_names
     if not names and parallel.tensor == 1:
         raise ConfigError("it names no blocks", where="model.blocks", fix="give it a method blocks()")
     slots = ModelSlots(empty.model)
-    strategy = list_transforms(parallel, PrecisionConfig(), [], mesh.shape, forward_only=True)
+    # Logits that `tensor` splits are whole again when the model returns them.
+    chunks = [ChunkLogits(chunk_tokens)] if chunk_tokens and mesh.shape.tensor == 1 else []
+    strategy = list_transforms(parallel, PrecisionConfig(), chunks, mesh.shape, forward_only=True)
     model = distribute(empty.model, strategy, mesh, names).model
     export.fill(empty, model, slots, world, on_host=parallel.offload)
     return SpreadModel(model, mesh, True)

@@ -15,7 +15,9 @@ Shapes are written as in `transformer`, with N tokens of all rows, X experts, an
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -117,38 +119,9 @@ class MixtureOfExperts(Transformer):
         capacity_factor: NonNegative = 0.0,
         qk_norm: bool = True,
     ) -> None:
-        super().__init__(
-            vocab_size=vocab_size,
-            sequence_length=sequence_length,
-            document_token=document_token,
-            attention=attention,
-            dim=dim,
-            num_layers=0,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            ffn_dim=ffn_dim,
-            rope_theta=rope_theta,
-            norm_eps=norm_eps,
-            tie_embeddings=tie_embeddings,
-        )
-        self.layout = of_mixture_of_experts(
-            dim=dim,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            num_experts=num_experts,
-            experts_per_token=experts_per_token,
-            expert_dim=expert_dim,
-            num_shared_experts=num_shared_experts,
-            first_dense_layers=first_dense_layers,
-            scores=scores,
-            renormalize=renormalize,
-            num_groups=num_groups,
-            groups_per_token=groups_per_token,
-            scaling_factor=scaling_factor,
-            balance_rate=balance_rate,
-            qk_norm=qk_norm,
-        )
+        options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__(**{**_choose_parameters(Transformer, options), "num_layers": 0})
+        self.layout = of_mixture_of_experts(**_choose_parameters(of_mixture_of_experts, options))
         self.num_dense = first_dense_layers
         self.balance_rate = balance_rate
         self.balance_loss = balance_loss
@@ -296,6 +269,11 @@ class MixtureOfExperts(Transformer):
             "routed_scaling_factor": gate.scaling_factor,
             "max_window_layers": num_layers,
         }
+
+
+def _choose_parameters(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the options that a function takes."""
+    return {name: options[name] for name in inspect.signature(function).parameters if name in options}
 
 
 class SparseBlock(nn.Module):

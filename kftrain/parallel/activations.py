@@ -61,11 +61,8 @@ def choose_checkpointed_blocks(names: Sequence[str], choice: int | Sequence[int 
     `choice`: k for the first of every k, or numbers and patterns of names. Raises ConfigError for one that fits none.
     """
     if not names:
-        raise ConfigError(
-            "the model has no blocks that could be recomputed",
-            where="train.activation_checkpointing",
-            fix="name them in a method blocks() of the model, or set it to none",
-        )
+        what, fix = "the model has no blocks that could be recomputed", "name them in a method blocks() of the model"
+        raise ConfigError(what, where="train.activation_checkpointing", fix=f"{fix}, or set it to none")
     if isinstance(choice, int):
         return list(names[::choice])
     chosen: set[str] = set()
@@ -104,16 +101,12 @@ class CheckpointActivations:
     def _wrap(self, block: nn.Module) -> nn.Module:
         if self.method == "offload":
             return OffloadedBlock(block)  # type: ignore[no-untyped-call]
-        if self.method == "selective" and any(
-            isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in block.modules()
-        ):
+        is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in block.modules())
+        if self.method == "selective" and is_recurrent:
             # torch overwrites the results of their products, behind the back of what would notice it.
-            raise ConfigError(
-                "recurrent layers overwrite what would be kept of them",
-                where="train.activation_checkpointing",
-                value=self.method,
-                fix="set it to blocks, or leave the block out of train.checkpointed_blocks",
-            )
+            what = "recurrent layers overwrite what would be kept of them"
+            fix = "set it to blocks, or leave the block out of train.checkpointed_blocks"
+            raise ConfigError(what, where="train.activation_checkpointing", value=self.method, fix=fix)
         make_contexts = make_selective_contexts if self.is_compiled else _make_watched_contexts
         contexts: dict[str, Any] = {"context_fn": make_contexts} if self.method == "selective" else {}
         return checkpoint_wrapper(block, **contexts)

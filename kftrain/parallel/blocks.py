@@ -37,6 +37,11 @@ class Candidates:
         """Names of all candidates, each once."""
         return list(dict.fromkeys(name for names in self.lists for name in names))
 
+    @property
+    def declared_names(self) -> list[str]:
+        """Names of the blocks that the model names itself; empty where it names none."""
+        return self.lists[0] if self.declared else []
+
 
 def find_candidates(model: nn.Module) -> Candidates:
     """Return what the model's `blocks()` names; else its lists of modules, outer before inner ones, then long ones.

@@ -117,30 +117,36 @@ class _LossesByChunks(torch.autograd.Function):
 
 
 class Finisher:
-    """Lets a model's forward end with what is computed from its output, while its weights are still whole."""
+    """Lets a model's forward end with what is computed from its output, while its weights are still whole.
+
+    Who calls the model by itself is given whole logits.
+    """
 
     def __init__(self) -> None:
-        self._finish: Callable[[Any], Any] = lambda returned: returned
+        self.finish: Callable[[Any], Any] | None = None
+        """What the forward ends with; None where nobody has asked for anything."""
 
     def end(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Build a forward that returns what `compute_within` is asked for instead of the output."""
 
         def forward_to_the_end(*arguments: Any, **keywords: Any) -> Any:
             returned = forward(*arguments, **keywords)
+            if self.finish is None:
+                return returned
             if isinstance(getattr(returned, "output", returned), torch.Tensor):
                 what, fix = "forward makes logits without calling its output_layer()", f"call it, or set {WHERE} to 0"
                 raise UserCodeError(what, where="model.forward", fix=fix)
-            return self._finish(returned)
+            return self.finish(returned)
 
         return forward_to_the_end
 
     def compute(self, model: Callable[..., Any], arguments: tuple[Any, ...], finish: Callable[[Any], Any]) -> Any:
         """Run the model, whose forward ends with `finish`."""
-        before, self._finish = self._finish, finish
+        before, self.finish = self.finish, finish
         try:
             return model(*arguments)
         finally:
-            self._finish = before
+            self.finish = before
 
 
 def compute_within(model: Callable[..., Any], arguments: tuple[Any, ...], finish: Callable[[Any], Any]) -> Any:
@@ -164,18 +170,19 @@ class ChunkLogits:
         """
         model: Any = distributed.model
         layer = find_output_layer(model, blocks)
+        # Stages have none: they end their forward with the loss in any case.
+        finisher = Finisher() if distributed.roots[0] is model else None
         if not self.is_split:
-            layer.forward = self._build_forward(layer)
-        if distributed.roots[0] is model:  # stages end their forward with the loss in any case
-            finisher: Any = Finisher()
+            layer.forward = self._build_forward(layer, finisher)
+        if finisher is not None:
             model.finisher, model.forward = finisher, finisher.end(model.forward)
 
-    def _build_forward(self, layer: Any) -> Callable[[torch.Tensor], Any]:
+    def _build_forward(self, layer: Any, finisher: Finisher | None) -> Callable[[torch.Tensor], Any]:
         inner, checked = layer.forward, list[bool]()
 
         def compute(values: torch.Tensor) -> Any:
-            if not values.is_floating_point():  # a tied embedding, which looks tokens up
-                return inner(values)
+            if not values.is_floating_point() or (finisher is not None and finisher.finish is None):
+                return inner(values)  # a tied embedding, which looks tokens up; or whole logits
             bias = getattr(layer, "bias", None)
             if not checked:  # once: a layer that does more than a linear one would silently do less here
                 require_linear(inner, values.detach(), layer.weight, bias)

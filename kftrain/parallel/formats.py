@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kftrain.parallel.initialize import Slot, parameter_like, replace_parameters
-from kftrain.parallel.sharded import local
+from kftrain.parallel.initialize import Slot, parameter_like, stand_in, stored_parameter
+from kftrain.parallel.sharded import local, spread_like
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {**{name: dtype for dtype, name in NAMES.items()}, "float8": torch.bfloat16}
@@ -33,6 +32,8 @@ def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, unti
     """
 
     def fits(value: Any) -> bool:
+        if isinstance(value, tuple):
+            return all(map(fits, value))
         return isinstance(value, torch.Tensor) and (value.dtype == dtype or not value.is_floating_point())
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,8 +41,8 @@ def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, unti
 
     def cast_inputs_of(unit: nn.Module) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            # Within tuples and the like, too, before the hook goes for good. Otherwise a look at the top is enough:
-            # what is no tensor there does not fit, and the whole tree is mapped.
+            # Within lists and the like, too, before the hook goes for good. Otherwise a look at tensors and tuples is
+            # enough: what is neither does not fit, and the whole tree is mapped.
             values = tree_leaves((inputs, keywords)) if until_fit else (*inputs, *keywords.values())
             if not all(map(fits, values)):
                 return tree_map_only(torch.Tensor, cast, (inputs, keywords))
@@ -67,37 +68,55 @@ class WorkingCopies:
     the same objects from step to step, because their hooks take the gradients.
     """
 
-    def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
-        self._slots = list_slots(model)
+    def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype, several: bool = False) -> None:
+        """`several`: steps have several micro batches, and nobody calls `watch`."""
         self._reduce = reduce
         self._masters = list(model.parameters())
         self._copies: list[torch.Tensor] = [
             parameter_like(master, local(master).detach().to(compute, copy=True)) for master in self._masters
         ]
-        self._copy_of = dict(zip(self._masters, self._copies, strict=True))
+        copy_of = dict(zip(self._masters, self._copies, strict=True))
+        slots = [(*slot, stored_parameter(slot)) for slot in list_slots(model)]
+        self._places = [(*slot, copy_of[slot[2]]) for slot in slots]
         self.sums: dict[int, torch.Tensor] = {}
         """Gradients of this step so far, by the number of the parameter."""
+        self._are_watched = False
+        if several:
+            self.watch()
+
+    def watch(self) -> None:
+        """Take gradients after each micro batch from now on, not once a step."""
+        if self._are_watched:
+            return
+        self._are_watched = True
         for number, copy in enumerate(self._copies):
-            if copy.requires_grad:
-                copy.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda changed, number=number: self._take_gradient(number, changed)  # bound now, not by the loop
-                )
+            is_trained = copy.requires_grad
+            copy.requires_grad_().register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda changed, number=number: self._take_gradient(number, changed)  # bound now, not by the loop
+            )
+            copy.requires_grad_(is_trained)  # the model may thaw it
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Give the model the copies, with the values that the masters have now, within the block."""
         with torch.no_grad():  # the optimizer has changed the masters since the last time
             torch._foreach_copy_(self._copies, list(map(local, self._masters)))
-        for master, copy in self._copy_of.items():  # the model may have frozen or thawed one
-            copy.requires_grad_(master.requires_grad)
-        with replace_parameters(self._slots, self._copy_of.__getitem__):
+        for master, copy in zip(self._masters, self._copies, strict=True):
+            if copy.requires_grad is not master.requires_grad:  # the model may have frozen or thawed one
+                copy.requires_grad_(master.requires_grad)
+        with stand_in(self._places):
             yield
 
     def hand_over(self) -> None:
         """Give the masters the gradients of this step, in their own format; a parameter that was not used gets none."""
         for number, total in self.sums.items():
-            self._masters[number].grad = _distribute_like(self._masters[number], total.to(self._masters[number].dtype))
+            self._masters[number].grad = spread_like(self._masters[number], total.to(self._masters[number].dtype))
         self.sums.clear()
+        if not self._are_watched:
+            for master, copy in zip(self._masters, self._copies, strict=True):
+                if (total := copy.grad) is not None:
+                    master.grad = spread_like(master, total.to(self._reduce).to(master.dtype))
+                    copy.grad = None
 
     def _take_gradient(self, number: int, copy: torch.Tensor) -> None:
         # After each micro batch: left in place, autograd would add the next one to it in the format of the computation,
@@ -108,8 +127,3 @@ class WorkingCopies:
         else:  # `to` may return the gradient itself; it is the sum's alone once the copy has let go of it below
             self.sums[number] = copy.grad.to(self._reduce)
         copy.grad = None
-
-
-def _distribute_like(master: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Make `part` this process's part of a tensor that is distributed as `master` is; leave it plain if that is."""
-    return DTensor.from_local(part, master.device_mesh, master.placements) if isinstance(master, DTensor) else part

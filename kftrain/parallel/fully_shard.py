@@ -120,17 +120,21 @@ def _watch_used_parameters(distributed: Distributed) -> None:
     distributed.note_gradients.append(used.note)
 
 
-class ExchangedSums:
+class Allocates:
+    """The memory of an exchange, which FSDP2 asks it for."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate memory for what is exchanged, or for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ExchangedSums(Allocates):
     """torch's protocol `ReduceScatter` for tensors on the CPU: each process is sent its part by all, and sums it."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         """Memory for received parts, which grows to the largest unit; fresh memory costs as much time as the exchange.
         Bytes, which are viewed as whatever type a unit has."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory for what is reduced, or for the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -237,27 +237,34 @@ def parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     return parameter
 
 
-@contextlib.contextmanager
-def replace_parameters(slots: Sequence[Slot], value_of: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+def replace_parameters(
+    slots: Sequence[Slot], value_of: Callable[[Any], torch.Tensor]
+) -> contextlib.AbstractContextManager[None]:
     """Put `value_of` each parameter in its places within the block, with its attributes and its own type, if any."""
     # One value for each parameter, not for each place: a tied one stays tied, and its gradients meet in one tensor.
-    before: list[Any] = [(*slot, stored_parameter(slot)) for slot in slots]
-    values = {parameter: value_of(parameter) for _, _, parameter in before}
-    flags = {parameter: value.requires_grad for parameter, value in values.items()}
-    for parameter, value in values.items():
-        vars(value).update(vars(parameter))
+    values = {parameter: value_of(parameter) for parameter in map(stored_parameter, slots)}
+    return stand_in([(*slot, stored_parameter(slot), values[stored_parameter(slot)]) for slot in slots])
+
+
+@contextlib.contextmanager
+def stand_in(places: Sequence[tuple[nn.Module, str, Any, Any]]) -> Iterator[None]:
+    """Let values stand in for parameters within the block. `places`: module, key, parameter and value of each."""
+    flags = [value.requires_grad for *_, value in places]
+    for module, key, parameter, value in places:
+        if attributes := vars(parameter):
+            vars(value).update(attributes)
         if type(parameter) not in (nn.Parameter, DTensor):
             value.__class__ = type(parameter)
+        module._parameters[key] = value
     try:
-        for module, key, parameter in before:
-            module._parameters[key] = values[parameter]
         yield
     finally:
-        for module, key, parameter in before:
-            value, module._parameters[key] = values[parameter], parameter
-            parameter._backward_hooks = parameter._backward_hooks or value._backward_hooks  # the engine refuses it
-            if value.requires_grad != flags[parameter]:  # a model that freezes or thaws it means the parameter
-                parameter.requires_grad_(not flags[parameter])
+        for (module, key, parameter, value), flag in zip(places, flags, strict=True):
+            module._parameters[key] = parameter
+            if value._backward_hooks:
+                parameter._backward_hooks = parameter._backward_hooks or value._backward_hooks  # the engine refuses it
+            if value.requires_grad is not flag:  # a model that freezes or thaws it means the parameter
+                parameter.requires_grad_(not flag)
 
 
 def put_all(slots: list[Slot], parameter: nn.Parameter) -> None:

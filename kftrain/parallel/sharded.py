@@ -29,6 +29,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def spread_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Make `part` this process's part of a tensor that is spread as another one is; leave it plain if that is."""
+    if not isinstance(tensor, DTensor):
+        return part
+    form: Any = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **form)
+
+
 def part_of(tensor: torch.Tensor) -> Part:
     """Return where this process's part of the whole begins, and its shape."""
     if not isinstance(tensor, DTensor):

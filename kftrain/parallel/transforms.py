@@ -64,8 +64,7 @@ class NarrowMasters:
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Give the parameters another format."""
-        for slots in places_of(distributed.model).values():
-            parameter = stored_parameter(slots[0])
+        for parameter in distributed.model.parameters():
             give_memory(parameter, torch.empty_like(parameter, dtype=torch.bfloat16))
 
 
@@ -82,9 +81,12 @@ class Formats:
         cast_inputs(distributed.model, blocks, compute, until_fit=compute == torch.float32)
         if {self.compute, self.reduce} != {"fp32"}:
             # Made when the first step begins: by then the parameters have their values.
-            copies = functools.cache(lambda: WorkingCopies(distributed.model, compute, reduce))
+            # A pipeline does not say when it begins with a micro batch.
+            several = distributed.mesh.shape.pipeline > 1
+            copies = functools.cache(lambda: WorkingCopies(distributed.model, compute, reduce, several))
             distributed.around_step.append(lambda: copies().in_place())
             distributed.after_backward.append(lambda: copies().hand_over())
+            distributed.before_micro_batch.append(lambda is_last: None if is_last else copies().watch())
             distributed.list_gradients = lambda: list(copies().sums.values())
 
 
@@ -171,6 +173,7 @@ class ParameterHooks:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._hooks = {name: set_hooks(stored_parameter(slots[0]), None, None) for name, slots in places.items()}
+        self._hooked = [name for name, hooks in self._hooks.items() if any(hook is not None for hook in hooks)]
         self._kinds = {name: type(stored_parameter(slots[0])) for name, slots in places.items()}
 
     def require_whole(self) -> None:
@@ -189,7 +192,8 @@ class ParameterHooks:
     def __call__(self) -> None:
         """Call the hooks with the gradients of a step. Collective where they are spread. Raises UserCodeError."""
         # All processes skip the same ones: by now a parameter has a gradient on all of them, or on none.
-        for name, (of_gradient, of_parameter) in self._hooks.items():
+        for name in self._hooked:
+            of_gradient, of_parameter = self._hooks[name]
             parameter = stored_parameter(self._places[name][0])
             if parameter.grad is None or not (of_gradient or of_parameter):
                 continue

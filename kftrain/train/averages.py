@@ -27,6 +27,8 @@ class Averages:
         self._names = {weight: names for weight, names in list_parameter_names(model).items() if weight.requires_grad}
         self._weights = list(self._names)
         self._averages = [weight.detach().to(torch.float32, copy=True) for weight in self._weights]
+        self._parts = [local(average) for average in self._averages]
+        self._are_narrow = any(weight.dtype != torch.float32 for weight in self._weights)
         # Of any parameter, since a stage whose parameters are all frozen counts the steps, too: one of the processes
         # writes the count into checkpoints, for all.
         device = next((local(weight).device for weight in model.parameters()), None)
@@ -44,8 +46,10 @@ class Averages:
             return
         # 1 up to the first step after the start, which copies the weights; and 0 for a skipped one.
         share = torch.rsub(self._num_steps, self._start_steps + 2.0).clamp_(1.0 - self._decay, 1.0).mul_(counts)
-        weights = [local(weight).float() for weight in self._weights]
-        torch._foreach_lerp_([local(average) for average in self._averages], weights, [share] * len(weights))
+        weights = [local(weight) for weight in self._weights]
+        if self._are_narrow:
+            weights = [weight.float() for weight in weights]
+        torch._foreach_lerp_(self._parts, weights, [share] * len(weights))
 
     @contextlib.contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
@@ -53,7 +57,7 @@ class Averages:
         # A copy of the weights, and no exchange of the two: their formats may differ, and nothing may be rounded.
         weights = [local(weight.detach()) for weight in self._weights]
         kept = [weight.clone() for weight in weights]
-        _copy(weights, [local(average) for average in self._averages])
+        _copy(weights, self._parts)
         try:
             yield
         finally:
@@ -74,14 +78,14 @@ class Averages:
         def load(state: dict[str, Any]) -> None:
             self._num_steps.copy_(state["num_steps"])
             saved = [local(state["weights"][names[0]]) for names in self._names.values()]
-            _copy([local(average) for average in self._averages], saved)
+            _copy(self._parts, saved)
 
         return Part(1, save, load, is_optional=True, begin=self._begin)
 
     @torch.no_grad()
     def _begin(self, num_steps: int) -> None:
         """Begin with the weights of a checkpoint after so many steps."""
-        _copy([local(average) for average in self._averages], [local(weight) for weight in self._weights])
+        _copy(self._parts, [local(weight) for weight in self._weights])
         self._num_steps.fill_(min(num_steps, self._start_steps))
 
 

@@ -11,12 +11,10 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from kftrain.parallel.sharded import local
+from kftrain.parallel.sharded import local, spread_like
 from kftrain.train.optimizer_kinds import AdamW, Group
 
 BLOCK_SIZE = 256
@@ -45,13 +43,6 @@ def make_levels(signed: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(sorted(levels), device=device)
 
 
-@functools.cache
-def make_borders(signed: bool, device: torch.device) -> torch.Tensor:
-    """Return the 255 numbers halfway between neighbouring levels."""
-    levels = make_levels(signed, device)
-    return (levels[1:] + levels[:-1]) / 2
-
-
 @dataclass(frozen=True)
 class Blocks:
     """Numbers of one tensor, quantized block by block; the last block may be filled up with zeros."""
@@ -69,7 +60,8 @@ class Blocks:
         flat = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
         scales = flat.gather(1, flat.abs().argmax(1, keepdim=True))
         relative = torch.where(scales == 0, 0.0, flat / scales)
-        codes = torch.bucketize(relative, make_borders(signed, values.device), out_int32=True).to(torch.uint8)
+        levels = make_levels(signed, values.device)
+        codes = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
         return cls(codes, scales, values.shape, signed)
 
     def dequantize(self) -> torch.Tensor:
@@ -116,18 +108,10 @@ class AdamW8bit(AdamW):
     # Both make a new dict: a checkpoint that is being made refers to the one with all moments.
     def _dequantize(self, parameter: torch.Tensor) -> None:
         blocks = self._blocks[parameter].items()
-        moments = {name: _spread_like(parameter, moment.dequantize()) for name, moment in blocks}
+        moments = {name: spread_like(parameter, moment.dequantize()) for name, moment in blocks}
         self.state[parameter] = {**self.state[parameter], **moments}
 
     def _quantize(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Make blocks of the moments in a parameter's state; return the rest of the state."""
         self._blocks[parameter] = {name: Blocks.quantize(local(state[name]), signed) for name, signed in SIGNED.items()}
         return {name: value for name, value in state.items() if name not in SIGNED}
-
-
-def _spread_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Make a part a tensor that is cut over processes as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return part
-    form: Any = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, **form)

@@ -8,7 +8,6 @@ host, and all processes have the same scale, because all skip the same steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +64,7 @@ class LossScale:
 
         A hook of the model may have made another number of it since.
         """
-        return torch.where(self._found_inf > 0, math.inf, 0.0)
+        return self._found_inf / (1.0 - self._found_inf)
 
     def update(self, found_inf: torch.Tensor) -> dict[str, torch.Tensor]:
         """Grow or halve the scale after a step; `found_inf`: 1 where it was skipped, on all processes, else 0.
@@ -79,7 +78,6 @@ class LossScale:
         self._scale.clamp_(min=self._config.minimum)
         return {PART: used, NUM_SKIPPED: self._num_skipped.clone()}
 
-    @torch.no_grad()
     def _unscale(self) -> None:
         """Divide all gradients by the scale, and note whether one of them is not finite."""
         scaled = gradients.collect_local_gradients(self._parameters)

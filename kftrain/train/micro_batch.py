@@ -33,6 +33,7 @@ from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.formats import DTYPES, cast_inputs
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.strategies import estimate_state_bytes
+from kftrain.parallel.transforms import ToDevice
 from kftrain.run import documents
 from kftrain.run.documents import MicroBatchChoice
 from kftrain.tasks.base import Task
@@ -40,7 +41,7 @@ from kftrain.train import probe
 from kftrain.train.completing import ask_model_arguments
 from kftrain.train.optimizer import freeze
 from kftrain.train.reading import Training, open_loader
-from kftrain.train.spmd_factory import list_block_transforms
+from kftrain.train.spmd_factory import gather_results, list_block_transforms
 from kftrain.train.step import compute_loss_sum, count_loss_terms, receive_tensors
 
 WHERE = "train.micro_batch_size"
@@ -62,9 +63,7 @@ def resolve_micro_batch(training: Training, mesh: Mesh) -> Training:
     known = documents.read_if_exists(MicroBatchChoice, uri) if mesh.world.is_main else None
     rows = mesh.world.from_main(known.rows if known and known.layout == layout else 0)
     if not rows:
-        answers = list[int]()
-        mesh.world.agree(lambda: answers.append(find_rows(training, mesh)))
-        rows = min(mesh.world.gather(answers[0]))
+        rows = min(gather_results(mesh.world, lambda: find_rows(training, mesh)))
         if mesh.world.is_main:
             storage.publish_json(uri, MicroBatchChoice(rows=rows, layout=layout).to_dict())
             to_log(f"{WHERE}: auto takes {rows}")
@@ -75,9 +74,8 @@ def resolve_micro_batch(training: Training, mesh: Mesh) -> Training:
 def _describe_layout(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Describe what the answer depends on, beside the model."""
     keys = {"activation_checkpointing", "checkpointed_blocks", "loss_chunk_tokens", "average_decay"}
-    train, parallel = (part.model_dump(mode="json") for part in (config.train, config.parallel))
-    kept = {key: train[key] for key in keys}
-    sections = {"parallel": parallel, "precision": config.precision.compute}
+    kept = config.train.model_dump(mode="json", include=keys)
+    sections = {"parallel": config.parallel.model_dump(mode="json"), "precision": config.precision.compute}
     return {**kept, **sections, "processes": mesh.world.size, "device": mesh.world.device.type}
 
 
@@ -87,9 +85,8 @@ def find_rows(training: Training, mesh: Mesh) -> int:
     num_tried = min(2, share.micro_batch_rows)
     model = _build_model(training, mesh)
     micro = _read_rows(training, mesh, num_tried)
-    peaks = [
-        _measure_peak(model, training.task, probe.take_first_rows(micro, count), device) for count in (1, num_tried)
-    ]
+    tried = [probe.take_first_rows(micro, count) for count in (1, num_tried)]
+    peaks = [_measure_peak(model, training.task, rows, device) for rows in tried]
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else measure_own_bytes()
     state_bytes = _count_state_bytes(training.config, model, mesh)
     if math.inf in peaks:
@@ -115,24 +112,16 @@ def _build_model(training: Training, mesh: Mesh) -> nn.Module:
     config, device, dtype = training.config, mesh.world.device, DTYPES[training.config.precision.compute]
     arguments = ask_model_arguments(training.task)
     model = initialize.construct_empty(lambda: build_model(config.model, arguments))
-    for slots in initialize.places_of(model).values():
-        old = initialize.stored_parameter(slots[0])
-        initialize.put_all(
-            slots, initialize.parameter_like(old, torch.zeros((), dtype=dtype, device=device).expand(old.shape))
-        )
+    for parameter in model.parameters():
+        initialize.give_memory(parameter, torch.zeros((), dtype=dtype, device=device).expand(parameter.shape))
     freeze(model, config.optimizer.groups)
     for parameter in model.parameters():
         if parameter.requires_grad:  # as sharding does it, a unit's at a time
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-    for module in model.modules():
-        module._buffers.update(
-            {name: buffer if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()}
-        )
-    candidates = blocks.find_candidates(model)
-    names = candidates.names if candidates.declared else []
+            parameter.register_post_accumulate_grad_hook(lambda used: setattr(used, "grad", None))  # type: ignore[no-untyped-call]
+    names = blocks.find_candidates(model).declared_names
     cast_inputs(model, names, dtype)
     chunks = [ChunkLogits(config.train.loss_chunk_tokens)] if config.train.loss_chunk_tokens else []
-    for transform in [*chunks, *list_block_transforms(config.train, names)]:
+    for transform in [ToDevice(), *chunks, *list_block_transforms(config.train, names)]:
         transform.apply(Distributed(model, mesh), names)
     return model
 
@@ -150,8 +139,7 @@ def _measure_peak(model: nn.Module, task: Task, micro: MicroBatch, device: torch
         if not _is_out_of_memory(error.__cause__ or error):
             raise
         return math.inf
-    peak_bytes: int = counted.peak_bytes
-    return peak_bytes
+    return float(counted.peak_bytes)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -180,10 +168,6 @@ class CountedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
 def _has_memory(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_meta
 
@@ -191,21 +175,16 @@ def _has_memory(leaf: Any) -> bool:
 def _count_state_bytes(config: Config, model: nn.Module, mesh: Mesh) -> int:
     """Count the bytes of parameters, gradients, optimizer state and averages of a process."""
     parameter_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    average_bytes = parameter_bytes // mesh.shape.num_shards if config.train.average_decay else 0
-    strategy = "ddp" if mesh.shape.num_shards == 1 else config.parallel.stage
-    half = config.precision.compute != "fp32"
-    options = {"accumulates": True, "half": half}
-    return average_bytes + estimate_state_bytes(strategy, parameter_bytes, mesh.shape.num_shards, **options)
+    num_shards, half = mesh.shape.num_shards, config.precision.compute != "fp32"
+    average_bytes = parameter_bytes // num_shards if config.train.average_decay else 0
+    strategy = "ddp" if num_shards == 1 else config.parallel.stage
+    return average_bytes + estimate_state_bytes(strategy, parameter_bytes, num_shards, accumulates=True, half=half)
 
 
 def choose_rows(share: int, row_bytes: float, fixed_bytes: float, free_bytes: float) -> int:
-    """Return the rows of the largest micro batch that fits, as a process's share is cut into equal ones.
+    """Return the rows of the largest micro batch that fits, as a process's `share` of rows is cut into equal ones.
 
-    Args:
-        share: Rows of a process in a step.
-        row_bytes: Bytes that each row of a micro batch takes.
-        fixed_bytes: Bytes that it takes whatever its rows.
-        free_bytes: Bytes that there are, of which `USED_SHARE` may be taken.
+    It takes `row_bytes` for each row, and `fixed_bytes` besides, of `USED_SHARE` of the `free_bytes`.
 
     Raises ConfigError where not one row fits.
     """

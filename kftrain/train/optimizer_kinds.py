@@ -72,12 +72,12 @@ class SkippingOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def count_step(self, device: torch.device) -> torch.Tensor:
         """Return 1 where this step counts, 0 where it is skipped: a scalar on the device."""
-        one = torch.ones((), device=device)
-        return one if self.found_inf is None else one - self.found_inf.to(device)
+        return torch.ones((), device=device) if self.found_inf is None else 1.0 - self.found_inf.to(device)
 
-    def local_states(self, parameters: list[torch.Tensor], name: str) -> list[torch.Tensor]:
-        """Return this process's part of each parameter's state of this name."""
-        return [local(self.state[parameter][name]) for parameter in parameters]
+    def local_states(self, parameters: list[torch.Tensor], *names: str) -> list[list[torch.Tensor]]:
+        """Return this process's parts of the parameters' states, a list for each of these names."""
+        states = [self.state[parameter] for parameter in parameters]
+        return [[local(state[name]) for state in states] for name in names]
 
 
 def make_zero(parameter: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Sgd(SkippingOptimizer):
         torch._fused_sgd_(
             [local(parameter) for parameter in parameters],
             gradients,
-            self.local_states(parameters, "momentum_buffer") if group["momentum"] else [],
+            *(self.local_states(parameters, "momentum_buffer") if group["momentum"] else [[]]),
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=group["lr"],
@@ -120,7 +120,7 @@ class Sgd(SkippingOptimizer):
             found_inf=None if self.found_inf is None else self.found_inf.to(gradients[0].device),
         )
         torch._foreach_add_(
-            self.local_states(parameters, "step"), [self.count_step(gradients[0].device)] * len(parameters)
+            *self.local_states(parameters, "step"), [self.count_step(gradients[0].device)] * len(parameters)
         )
 
 
@@ -136,9 +136,8 @@ class AdamW(SkippingOptimizer):
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Update all parameters of a group by one kernel."""
-        weights, moments = [local(parameter) for parameter in parameters], ("exp_avg", "exp_avg_sq")
-        means, squares = (self.local_states(parameters, name) for name in moments)
-        self.compute(group, weights, gradients, means, squares, self.local_states(parameters, "step"))
+        weights = [local(parameter) for parameter in parameters]
+        self.compute(group, weights, gradients, *self.local_states(parameters, "exp_avg", "exp_avg_sq", "step"))
 
     def compute(
         self,
@@ -251,8 +250,8 @@ class Muon(SkippingOptimizer):
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Move momentum and weights part by part; make whole matrices orthogonal, one process each."""
         counts, momentum = self.count_step(gradients[0].device), group["momentum"]
-        buffers = self.local_states(parameters, "momentum_buffer")
-        torch._foreach_add_(self.local_states(parameters, "step"), [counts] * len(parameters))
+        steps, buffers = self.local_states(parameters, "step", "momentum_buffer")
+        torch._foreach_add_(steps, [counts] * len(parameters))
         for gradient, buffer in zip(gradients, buffers, strict=True):
             # In a skipped step the momentum stands in for the gradient: moved towards itself it stays as it is.
             gradient.copy_(torch.where(counts > 0, gradient, buffer))

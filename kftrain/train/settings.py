@@ -221,10 +221,6 @@ class TrainConfig(Section):
         sizes = self.batch_sizes.sizes
         if sizes != sorted(set(sizes)):
             raise ValueError(f"batch_warmup must grow up to global_batch_size, got {', '.join(map(str, sizes))}")
-        return self
-
-    @model_validator(mode="after")
-    def _averages_or_not(self) -> TrainConfig:
         if self.average_start_steps and not self.average_decay:
             raise ValueError("average_start_steps is of averages: set average_decay, too")
         if self.checkpointed_blocks != 1 and self.activation_checkpointing == "none":

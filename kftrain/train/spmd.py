@@ -182,13 +182,14 @@ class SpmdEngine:
 
     def _require_as_built(self) -> None:
         """Raises UserCodeError for a parameter with a late hook, or a gradient that the optimizer does not know of."""
-        for parameter, name in self._names.items():
-            if parameter in self._frozen and parameter.requires_grad:
+        for parameter in self._frozen:
+            if parameter.requires_grad:
                 raise UserCodeError(
                     "a parameter that was frozen when the training began is thawed: nothing would train it",
-                    where=f"model {name}",
+                    where=f"model {self._names[parameter]}",
                     fix="thaw it in the constructor and freeze it in forward, or start from this run with train.from",
                 )
+        for parameter, name in self._names.items():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise UserCodeError(
                     "a hook comes after the training began: it would see parts of gradients, or nothing",

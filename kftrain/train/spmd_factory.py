@@ -192,7 +192,9 @@ def make_engine(
         combined_buffers=plain.combined,
         norms=plain.norms,
         draws=PlacedDraws(plain.model, plain.block_names, own, mesh.world.device) if draws else None,
-        averages=build_averages(plain.model, config.train),
+        averages=Averages(plain.model, config.train.average_decay, config.train.average_start_steps)
+        if config.train.average_decay
+        else None,
         loss_scale=scaling[0] if scaling else None,
     )
     engine.num_norm_samples = count_norm_samples(plain.norms, plain.plan)
@@ -205,11 +207,6 @@ def list_block_transforms(train: TrainConfig, names: Sequence[str]) -> list[Tran
         return []
     chosen = choose_checkpointed_blocks(names, train.checkpointed_blocks)
     return [CheckpointActivations(train.activation_checkpointing, chosen, train.compile)]
-
-
-def build_averages(model: nn.Module, config: TrainConfig) -> Averages | None:
-    """Build the averages of a model's weights, where the configuration asks for them; the weights have values."""
-    return Averages(model, config.average_decay, config.average_start_steps) if config.average_decay else None
 
 
 def require_narrow_masters(config: Config, mesh: Mesh) -> None:
@@ -346,7 +343,7 @@ def _try_model(
     with contextlib.closing(loader.steps(0, 1)) as steps:
         micro = probe.take_first_rows(next(steps).micro_batches[0])
     if mesh.shape.context > 1:
-        _gather_results(world, lambda: _shorten_sequences(task, micro, config.parallel))
+        gather_results(world, lambda: _shorten_sequences(task, micro, config.parallel))
     is_sharded = mesh.shape.tensor > 1 or (world.size > 1 and config.parallel.stage != "ddp")
     num_chances = probe.NUM_CHANCES if is_sharded and candidates.names else 1
 
@@ -416,17 +413,17 @@ def _look_at_rows(mesh: Mesh, weights: Weights, micro: MicroBatch, look: Callabl
     """
     world = mesh.world
     if isinstance(weights, Drawn):
-        return _gather_results(world, lambda: look(micro, mesh.data_rank))
+        return gather_results(world, lambda: look(micro, mesh.data_rank))
     # Every n-th process's rows, so that these are at most MAX_LOOKS.
-    parts = _gather_results(world, lambda: micro)[:: -(-world.size // MAX_LOOKS)]
+    parts = gather_results(world, lambda: micro)[:: -(-world.size // MAX_LOOKS)]
 
     def look_at_parts() -> list[T]:
         return [look(rows, rank) for rank, rows in enumerate(parts)] if weights.is_here else []
 
-    return _gather_results(world, look_at_parts)[0]
+    return gather_results(world, look_at_parts)[0]
 
 
-def _gather_results(world: World, work: Callable[[], T]) -> list[T]:
+def gather_results(world: World, work: Callable[[], T]) -> list[T]:
     """Return the results of all processes; raise the first error of any of them on all. Collective."""
     try:
         result, problem = work(), None

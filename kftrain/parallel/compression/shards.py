@@ -21,6 +21,7 @@ from kftrain.errors import ConfigError
 from kftrain.parallel.compression.codecs import Codec, all_gather, make_codec
 from kftrain.parallel.compression.sums import PART
 from kftrain.parallel.distributed import Distributed, Part
+from kftrain.parallel.fully_shard import Allocates
 from kftrain.parallel.settings import CompressionConfig
 from kftrain.parallel.sharded import local
 
@@ -51,15 +52,7 @@ class CompressShards:
         distributed.parts[PART] = Part(1, feedback.save, feedback.load)
 
 
-class _Allocates:
-    """The memory of an exchange, which FSDP2 asks it for."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory for what is exchanged, or for the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class PackedGather(_Allocates):
+class PackedGather(Allocates):
     """torch's protocol `AllGather`: parameters travel packed."""
 
     def __init__(self, codec: Codec) -> None:
@@ -82,7 +75,7 @@ class PackedGather(_Allocates):
         rows.copy_(self._codec.unpack(gathered, rows.shape[1]))
 
 
-class PackedSums(_Allocates):
+class PackedSums(Allocates):
     """torch's protocol `ReduceScatter`: gradients of a unit travel packed, and what they lose is kept for the next."""
 
     def __init__(self, codec: Codec, has_feedback: bool) -> None:
