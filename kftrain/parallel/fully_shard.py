@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -120,7 +120,15 @@ def _watch_used_parameters(distributed: Distributed) -> None:
     distributed.note_gradients.append(used.note)
 
 
-class ExchangedSums:
+class Allocates:
+    """The memory of an exchange, which FSDP2 asks it for."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory for what is exchanged, or for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ExchangedSums(Allocates):
     """torch's protocol `ReduceScatter` for tensors on the CPU: each process is sent its part by all, and sums it."""
 
     def __init__(self) -> None:
@@ -128,17 +136,8 @@ class ExchangedSums:
         """Memory for received parts, which grows to the largest unit; fresh memory costs as much time as the exchange.
         Bytes, which are viewed as whatever type a unit has."""
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory for what is reduced, or for the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Sum this process's part of a vector over all: `[W * n]` -> `[n]`, written to `output_tensor`. Collective."""
         # All units share the buffer: it is free again when this returns, because nothing here is asynchronous.

@@ -189,13 +189,16 @@ def _has_memory(leaf: Any) -> bool:
 
 
 def _count_state_bytes(config: Config, model: nn.Module, mesh: Mesh) -> int:
-    """Count the bytes of parameters, gradients, optimizer state and averages of a process."""
+    """Count the bytes of parameters, gradients, optimizer state, averages and compression of a process."""
     parameter_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    trained_bytes = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    kept_bytes = trained_bytes * config.parallel.compression.count_vectors(mesh.shape.num_shards > 1)
     average_bytes = parameter_bytes // mesh.shape.num_shards if config.train.average_decay else 0
     strategy = "ddp" if mesh.shape.num_shards == 1 else config.parallel.stage
     half = config.precision.compute != "fp32"
     options = {"accumulates": True, "half": half}
-    return average_bytes + estimate_state_bytes(strategy, parameter_bytes, mesh.shape.num_shards, **options)
+    state_bytes = estimate_state_bytes(strategy, parameter_bytes, mesh.shape.num_shards, **options)
+    return state_bytes + average_bytes + kept_bytes
 
 
 def choose_rows(share: int, row_bytes: float, fixed_bytes: float, free_bytes: float) -> int:
