@@ -38,6 +38,42 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a resume drops the feedback of compression",
+        "kftrain/parallel/compression/shards.py",
+        '                part.copy_(local(state["lost"][names[parameter]]))\n',
+        "                pass\n",
+        "tests/distributed/test_parity_compression.py -k 'another_layout and ddp-fsdp and not uneven'",
+    ),
+    Mutant(
+        "a resume counts the feedback of compression once a process",
+        "kftrain/parallel/compression/sums.py",
+        "            kept[self._group.rank()] = loaded[self._group.rank()]\n",
+        "            kept.copy_(loaded)\n",
+        "tests/distributed/test_parity_compression.py -k 'another_layout and ddp-three'",
+    ),
+    Mutant(
+        "gradients are clipped before they are compressed",
+        "kftrain/parallel/compression/sums.py",
+        "        self.gather()\n",
+        "        torch.nn.utils.clip_grad_norm_(list(self._parameters.values()), 1.0)\n        self.gather()\n",
+        "tests/distributed/test_parity_compression.py -k 'loop and int8 and ddp and 2'",
+    ),
+    Mutant(
+        "a block of int8 has the scale of its neighbour where that is larger",
+        "kftrain/parallel/compression/codecs.py",
+        "        scales = blocks.abs().amax(2, keepdim=True) / LARGEST_CODE\n",
+        "        scales = blocks.abs().amax(2, keepdim=True) / LARGEST_CODE\n"
+        "        scales = scales.maximum(scales.roll(1, 1))\n",
+        "tests/distributed/test_parity_compression.py -k 'loop and int8 and ddp and 2'",
+    ),
+    Mutant(
+        "what one process has sent is unpacked with the scales of another one",
+        "kftrain/parallel/compression/codecs.py",
+        "packed[:, : 4 * num_blocks].contiguous()",
+        "packed[:, : 4 * num_blocks].roll(1, 0).contiguous()",
+        "tests/distributed/test_parity_compression.py -k 'loop and int8 and ddp and 2'",
+    ),
+    Mutant(
         "the noise scale takes one process's gradient for the mean of all",
         "kftrain/train/noise_scale.py",
         "            dist.all_reduce(self._part)\n",

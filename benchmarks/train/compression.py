@@ -43,8 +43,6 @@ model: {kind: transformer, dim: 384, num_layers: 4, num_heads: 6}
 optimizer: {kind: sgd}
 parallel: {strategy: ddp}
 """
-BUCKETS = "parallel.bucket_bytes=2097152"
-"""Small ones, so that one is packed while another travels."""
 KINDS = ("fp32", "int8", "topk")
 SETTLING_ROUNDS = 2
 
@@ -82,7 +80,7 @@ def measure(world: World, rounds: int) -> dict[str, float]:
     batch = sent(task, tokens(world.rank, 1, LENGTH))
     reads: Any = argparse.Namespace(steps=lambda first, count: (each for each in [batch]), send_nothing=lambda: None)
     for kind in KINDS:
-        settings = [] if kind == "fp32" else [f"parallel.compression.kind={kind}", BUCKETS]
+        settings = [] if kind == "fp32" else [f"parallel.compression.kind={kind}"]
         resolved = config.parse(TEXT, settings)
         engines[kind], _ = session.build(resolved, task, reads, Mesh(resolved.parallel.shape(world.size), world))
     for _ in range(rounds + SETTLING_ROUNDS):

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -123,7 +123,7 @@ def _watch_used_parameters(distributed: Distributed) -> None:
 class Allocates:
     """The memory of an exchange, which FSDP2 asks it for."""
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory for what is exchanged, or for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -137,12 +137,7 @@ class ExchangedSums(Allocates):
         Bytes, which are viewed as whatever type a unit has."""
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Sum this process's part of a vector over all: `[W * n]` -> `[n]`, written to `output_tensor`. Collective."""
         # All units share the buffer: it is free again when this returns, because nothing here is asynchronous.

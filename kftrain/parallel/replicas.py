@@ -37,8 +37,9 @@ class Replicas:
         compute: torch.dtype,
         reduce: torch.dtype,
         note: Callable[[list[torch.Tensor]], None] | None,
+        bucket_bytes: int | None,
     ) -> None:
-        """The model may have no memory yet; it keeps the names of its parameters."""
+        """The model may have no memory yet; it keeps the names of its parameters. `bucket_bytes`: None for torch's."""
         self._model = model
         replicate(
             model,
@@ -47,6 +48,7 @@ class Replicas:
             broadcast_buffers=False,
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_bytes and bucket_bytes / 2**20,
             init_sync=False,
         )
         self._compute = compute

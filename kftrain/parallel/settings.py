@@ -24,14 +24,11 @@ from kftrain.settings.section import Amount, ChangesTraining, Count, Effect, Kee
 
 ChangesSince03 = Annotated[Value, Effect(changes_training=True, added="0.3")]
 
-DEFAULT_BUCKET_BYTES = 25 << 20
-"""The size that torch's DistributedDataParallel takes."""
-
 CheckpointingMethod = Literal["blocks", "selective", "offload"]
 """Ways in which a block keeps less of its forward pass: see `activations.py`."""
 
 
-CompressionKind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd", "sign"]
+CompressionKind = Literal["none", "fp16", "bf16", "int8", "topk", "sign"]
 
 
 class CompressionConfig(Section):
@@ -39,9 +36,9 @@ class CompressionConfig(Section):
 
     kind: ChangesSince03[CompressionKind] = "none"
     """Form in which gradients travel, and parameters under a strategy that shards: `fp16` and `bf16` are half of the
-    bytes; `int8` is a quarter, codes with a scale for each 256 numbers. The others are
-    for `ddp`: `topk` sends the largest numbers of each process (Deep Gradient Compression, with `sgd`), `powersgd` two
-    narrow factors of each matrix, `sign` the signs, of which the majority is applied."""
+    bytes; `int8` is a quarter, codes with a scale for each 256 numbers. The others are for `ddp`: `topk` sends the
+    largest numbers of each process (Deep Gradient Compression, with `sgd`), `sign` the signs, of which the majority is
+    applied."""
     feedback: ChangesSince03[bool] = True
     """Add what a number has lost on its way to the one of the next step. Each process keeps that in fp32, as much as
     all gradients, under `fsdp` as well."""
@@ -49,18 +46,21 @@ class CompressionConfig(Section):
     """Share of the numbers that a process sends with `topk`."""
     warmup_steps: ChangesSince03[Amount] = 0
     """Steps in which this share falls from a quarter to `density`."""
-    rank: ChangesSince03[Count] = 4
-    """Columns of the factors of `powersgd`."""
 
     @model_validator(mode="after")
     def _refuse_what_contradicts(self) -> CompressionConfig:
         if self.kind != "topk" and (self.density, self.warmup_steps) != (0.001, 0):
             raise ValueError(f"density and warmup_steps are of kind topk, not of {self.kind}")
-        if self.kind != "powersgd" and self.rank != 4:
-            raise ValueError(f"rank is of kind powersgd, not of {self.kind}")
         if self.kind == "topk" and not self.feedback:
             raise ValueError("feedback must be true with topk: what is not sent at once would never be applied")
         return self
+
+    def count_vectors(self, is_sharded: bool) -> int:
+        """Count the vectors in fp32, as long as all trained parameters, that a process keeps beside its gradients."""
+        if self.kind == "none" or is_sharded:
+            return 2 if self.kind != "none" and self.feedback else 0  # what is kept before and after a step
+        has_feedback = self.feedback and self.kind != "sign"
+        return 2 + has_feedback + (2 if self.kind == "topk" else 0)  # what is sent and what comes; momenta
 
     def require_optimizer(self, kind: str, nesterov: bool) -> None:
         """Raise ValueError where an optimizer does not go with `topk`, whose processes have momenta of their own."""
@@ -108,8 +108,9 @@ class ParallelConfig(Section):
     """Older spelling of a strategy: `fsdp` with false is `zero1`."""
     compression: CompressionConfig = CompressionConfig()
     """Form in which gradients travel."""
-    bucket_bytes: ChangesSince03[Annotated[int, Field(ge=1024, le=MAX_INTEGER)]] = DEFAULT_BUCKET_BYTES
-    """Gradients that travel together under `ddp`, in bytes of fp32."""
+    bucket_bytes: ChangesSince03[Annotated[int, Field(ge=1024, le=MAX_INTEGER)] | None] = None
+    """Gradients that travel together under `ddp`, in bytes of fp32. Left out, it is torch's 25 MiB; with `compression`
+    2 MiB, for one bucket is packed while another travels."""
     layout: KeepsTraining[Literal["given", "auto"]] = "given"
     """`auto` sizes `replicate`, `shard` and `tensor` and takes a strategy, whatever stands there, whenever a run is
     opened: of the layouts whose state fits, the one whose exchanges take the least time. It needs the built-in
@@ -137,7 +138,7 @@ class ParallelConfig(Section):
         for axis in ("tensor", "pipeline", "context", "expert"):
             if getattr(self, axis) > 1:
                 raise ValueError(f"compression.kind must be none with {axis}, whose own exchanges are not compressed")
-        if kind in ("topk", "powersgd", "sign") and self.strategy != "ddp":
+        if kind in ("topk", "sign") and self.strategy != "ddp":
             raise ValueError(f"strategy must be ddp with compression.kind {kind}, which is of whole gradients")
         if self.strategy != "ddp" and self.replicate > 1:
             raise ValueError("replicate must be 1 with compression: sums between copies are not compressed, use ddp")

@@ -96,6 +96,7 @@ class Replicate:
 
     compute: str
     reduce: str
+    bucket_bytes: int | None = None
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Cast what enters the blocks, and let torch replicate the model; it must be on its device."""
@@ -104,7 +105,8 @@ class Replicate:
         cast_inputs(model, blocks, compute, until_fit=compute == torch.float32)
         # The same group for the team: matrices that one process computes for all are those of these replicas.
         group = mesh.group(["replicate"])
-        replicas = Replicas(model, group, mesh.world.device, compute, reduce, distributed.note_part)
+        options = distributed.note_part, self.bucket_bytes
+        replicas = Replicas(model, group, mesh.world.device, compute, reduce, *options)
         distributed.team = Team((group,))
         distributed.around_step.append(replicas.computing)
         distributed.before_micro_batch.append(replicas.exchange)
@@ -143,7 +145,7 @@ def list_transforms(
     if shape.replicate * shape.num_shards == 1:
         return [*first, ToDevice(), Formats(*formats)]
     if parallel.stage == "ddp" and shape.size == shape.replicate:
-        return [*first, ToDevice(), Replicate(*formats)]
+        return [*first, ToDevice(), Replicate(*formats, parallel.bucket_bytes)]
     sharding = resolve_sharding(parallel.stage, parallel.exchange)
     packing = [CompressShards(parallel.compression)] if is_compressed else []
     return [*first, FullyShard(*formats, sharding, parallel.offload, forward_only), *packing]

@@ -173,12 +173,15 @@ def _has_memory(leaf: Any) -> bool:
 
 
 def _count_state_bytes(config: Config, model: nn.Module, mesh: Mesh) -> int:
-    """Count the bytes of parameters, gradients, optimizer state and averages of a process."""
+    """Count the bytes of parameters, gradients, optimizer state, averages and compression of a process."""
     parameter_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     num_shards, half = mesh.shape.num_shards, config.precision.compute != "fp32"
     average_bytes = parameter_bytes // num_shards if config.train.average_decay else 0
+    trained_bytes = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    kept_bytes = trained_bytes * config.parallel.compression.count_vectors(num_shards > 1)
     strategy = "ddp" if num_shards == 1 else config.parallel.stage
-    return average_bytes + estimate_state_bytes(strategy, parameter_bytes, num_shards, accumulates=True, half=half)
+    state_bytes = estimate_state_bytes(strategy, parameter_bytes, num_shards, accumulates=True, half=half)
+    return state_bytes + average_bytes + kept_bytes
 
 
 def choose_rows(share: int, row_bytes: float, fixed_bytes: float, free_bytes: float) -> int:

@@ -9,8 +9,8 @@ from helpers import jobs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "stdlib-lm.yaml").read_text()
-SHORT = "task.sequence_length=64"
-"""A quarter of the example, so that a training takes a minute."""
+SMALL = ["task.sequence_length=32", "model.dim=64", "model.num_layers=2"]
+"""A small part of the example, so that a training takes a few seconds of each process."""
 NUM_POINTS = 5
 """Recorded points at the end, one in ten steps, whose mean is compared."""
 
@@ -18,14 +18,15 @@ NUM_POINTS = 5
 @pytest.fixture(scope="module")
 def last_loss(tmp_path_factory):
     """Gives the mean loss at the end of a training; of each kind, layout and number of processes once."""
-    root, losses = tmp_path_factory.mktemp("compressed"), {}
+    root, losses, shared = tmp_path_factory.mktemp("compressed"), {}, []
 
     def train(kind, strategy, processes):
         name = f"{kind}-{strategy}-{processes}"
         if name not in losses:
-            settings = ["train.steps=300", "evaluate.interval_steps=0", "precision.compute=fp32", SHORT]
+            settings = ["train.steps=300", "evaluate.interval_steps=0", "precision.compute=fp32", *SMALL]
             settings += [f"parallel.strategy={strategy}", f"parallel.compression.kind={kind}"]
-            paths, resolved = jobs.prepare(root, EXAMPLE, settings, name)
+            paths, resolved = jobs.prepare(root, EXAMPLE, settings, name, data=next(iter(shared), None))
+            shared.append(paths)
             done = jobs.run_worker(paths, resolved, processes=processes)
             assert done.returncode == 0, done.stdout + done.stderr
             losses[name] = np.mean(list(jobs.losses(paths).values())[-NUM_POINTS:])

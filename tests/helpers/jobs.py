@@ -51,15 +51,16 @@ def make_run(root, overrides=(), run_id="r"):
     return prepare(root, TINY.replace("SOURCE", str(source)), overrides, run_id)
 
 
-def prepare(root, text, overrides=(), run_id="r"):
-    """A run of any configuration that is ready to train."""
+def prepare(root, text, overrides=(), run_id="r", data=None):
+    """A run of any configuration that is ready to train; `data`: paths of a run that has the same."""
     resolved = config.parse(text, [f"run.storage_root={root}/store", *overrides])
-    result = shard_dataset(resolved, build_task(resolved.task), lambda line: None)
     paths = RunPaths.of(resolved.run.storage_root, run_id)
-    storage.publish_json(
-        paths.shards,
-        {"schema_version": 1, "manifest_uri": result.manifest_uri, "dataset_digest": result.dataset_digest},
-    )
+    if data is None:
+        result = shard_dataset(resolved, build_task(resolved.task), lambda line: None)
+        sharded = {"schema_version": 1, "manifest_uri": result.manifest_uri, "dataset_digest": result.dataset_digest}
+    else:
+        sharded = storage.read_json(data.shards)
+    storage.publish_json(paths.shards, sharded)
     storage.publish(paths.config, resolved.to_yaml())
     return paths, resolved
 

@@ -55,6 +55,7 @@ _VERBS = {
 _RDMA_DEVICE = {
     "rdma/rdma_shared_device_a": Setting("1", "access to the devices; this name is that of NVIDIA's Network Operator"),
 }
+_DIRECT: dict[str, Any] = {"locks_memory": True, "shares_gpus": True, "within_node_gbps": NVLINK_GBPS}
 
 PRESETS: Mapping[FabricName, Preset] = {
     "none": Preset({}),
@@ -65,23 +66,17 @@ PRESETS: Mapping[FabricName, Preset] = {
     "infiniband": Preset(
         {**_VERBS, "NCCL_IB_HCA": Setting("mlx5", "NVIDIA's adapters, and no other RDMA device of the machine")},
         _RDMA_DEVICE,
-        locks_memory=True,
-        shares_gpus=True,
+        **_DIRECT,
         between_nodes_gbps=400.0,
-        within_node_gbps=NVLINK_GBPS,
     ),
     "roce": Preset(
         {
             **_VERBS,
-            "NCCL_IB_TC": Setting(
-                "106", "DSCP 26, the class that NVIDIA's switch settings make lossless; else it is 0"
-            ),
+            "NCCL_IB_TC": Setting("106", "DSCP 26, the class that NVIDIA's switch settings make lossless; else 0"),
         },
         _RDMA_DEVICE,
-        locks_memory=True,
-        shares_gpus=True,
+        **_DIRECT,
         between_nodes_gbps=200.0,
-        within_node_gbps=NVLINK_GBPS,
     ),
     "efa": Preset(
         {**_POD_NETWORK, "FI_PROVIDER": Setting("efa", "libfabric must not fall back to its provider for TCP")},
@@ -89,10 +84,8 @@ PRESETS: Mapping[FabricName, Preset] = {
             "vpc.amazonaws.com/efa": Setting("1", "interfaces of a pod: p4d has 4, p5 has 32"),
             "hugepages-2Mi": Setting("5120Mi", "libfabric's buffers, as AWS's guide reserves them"),
         },
-        locks_memory=True,
-        shares_gpus=True,
+        **_DIRECT,
         between_nodes_gbps=400.0,
-        within_node_gbps=NVLINK_GBPS,
     ),
     "nvlink": Preset(
         {
@@ -121,11 +114,6 @@ def choose_rates(fabric: FabricConfig) -> tuple[float, float]:
     """Return the gigabits per second that a node can send to others, and a process to others on its node."""
     preset = PRESETS[fabric.kind]
     return fabric.between_nodes_gbps or preset.between_nodes_gbps, fabric.within_node_gbps or preset.within_node_gbps
-
-
-def locks_memory(fabric: FabricConfig) -> bool:
-    """Tell whether processes must be able to lock memory without a limit."""
-    return PRESETS[fabric.kind].locks_memory
 
 
 def choose_shared_memory(settings: KubernetesConfig) -> str:

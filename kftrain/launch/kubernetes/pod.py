@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kftrain.launch.kubernetes.fabric import build_environment, build_resources, choose_shared_memory, locks_memory
+from kftrain.launch.kubernetes.fabric import PRESETS, build_environment, build_resources, choose_shared_memory
 from kftrain.launch.kubernetes.kinds.kind import Kind, build_run_labels
 from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec, Role
@@ -82,7 +82,7 @@ def _build_container(kind: Kind, spec: JobSpec, role: Role, settings: Kubernetes
         SCRATCH_ENV: settings.scratch,
         "PYTHONUNBUFFERED": "1",
         **({name: f"{CA_FOLDER}/ca.crt" for name in CA_VARIABLES} if settings.ca_bundle else {}),
-        **({LOCKS_MEMORY_ENV: "1"} if locks_memory(settings.fabric) else {}),
+        **({LOCKS_MEMORY_ENV: "1"} if PRESETS[settings.fabric.kind].locks_memory else {}),
     }
     return {
         "name": kind.container,

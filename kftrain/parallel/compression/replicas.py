@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from kftrain.parallel.compression.codecs import make_codec
-from kftrain.parallel.compression.low_rank import LowRankSums
 from kftrain.parallel.compression.sparse import LocalRule, SparseSums
 from kftrain.parallel.compression.sums import PART, CompressedSums
-from kftrain.parallel.compression.votes import Votes
+from kftrain.parallel.compression.votes import Signs, Votes
 from kftrain.parallel.distributed import Agreement, Distributed, Part
 from kftrain.parallel.settings import ParallelConfig
 from kftrain.parallel.sharded import Team
+
+BUCKET_BYTES = 2 << 20
+"""Bytes of fp32 that travel together: so few that one bucket is packed while another is on its way."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,13 @@ class CompressReplicas:
         distributed.after_backward.append(sums.exchange)
         distributed.agreements.append(Agreement(sums.take_used, sums.drop_unused))
         distributed.when_decided.append(sums.settle)
-        if sums.has_state:
+        if sums.has_feedback:
             distributed.parts[PART] = Part(1, sums.save, sums.load)
 
     def _make_sums(self, group: dist.ProcessGroup) -> CompressedSums:
-        compression, bucket_bytes = self.parallel.compression, self.parallel.bucket_bytes
+        compression, bucket_bytes = self.parallel.compression, self.parallel.bucket_bytes or BUCKET_BYTES
         if self.rule:
-            return SparseSums(group, self.parallel, self.rule)
-        if compression.kind == "powersgd":
-            return LowRankSums(group, self.parallel)
+            return SparseSums(group, compression, bucket_bytes, self.rule)
         if compression.kind == "sign":
-            return Votes(group, bucket_bytes)
+            return Votes(group, Signs(), False, bucket_bytes)
         return CompressedSums(group, make_codec(compression.kind), compression.feedback, bucket_bytes)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -59,17 +59,13 @@ class PackedGather(Allocates):
         self._codec = codec
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Gather the chunks of all processes, `[n]` -> `[W * n]`, each as it was packed. Collective."""
         assert not async_op
-        own = self._codec.pack(input_tensor.unsqueeze(0))
-        gathered = own.new_empty(group.size(), own.shape[1])
-        all_gather(gathered, own, group=group)
+        packed = self._codec.pack(input_tensor.unsqueeze(0))
+        gathered = packed.new_empty(group.size(), packed.shape[1])
+        all_gather(gathered, packed, group=group)
         # This process's chunk, too, or it would compute with other parameters than the others.
         rows = output_tensor.view(group.size(), -1)
         rows.copy_(self._codec.unpack(gathered, rows.shape[1]))
@@ -87,19 +83,13 @@ class PackedSums(Allocates):
         """Its value after this step, unless that is skipped; None between steps."""
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Sum this process's chunk over all: `[W * n]` -> `[n]`, written to `output_tensor`. Collective."""
         assert not async_op and op == dist.ReduceOp.SUM, (async_op, op)
         size, rank = group.size(), group.rank()
-        before = (
-            self.next_feedback if self.next_feedback is not None else self.feedback
-        )  # a step may have several exchanges
+        # A step may have several exchanges.
+        before = self.feedback if self.next_feedback is None else self.next_feedback
         total = input_tensor.float() if before is None else input_tensor + before
         rows = total.view(size, -1)
         packed = self._codec.pack(rows)
@@ -179,18 +169,16 @@ class ShardedFeedback:
         # By numbers, because a unit whose parameters are all frozen has an empty vector.
         chunk, start = vector.chunk(self._group.size())[self._group.rank()] if len(vector) else vector, 0
         for member in _list_members(unit):
-            parameter = getattr(member._module_info.module, member._module_info.param_name)
             size = member.sharded_size
-            yield parameter, chunk[start : start + size.numel()].view(size)
+            yield _take_parameter(member), chunk[start : start + size.numel()].view(size)
             start += member.padded_sharded_param_size.numel()  # parts are of one length, those of the last filled up
 
 
 def _list_members(unit: FSDPModule) -> list[Any]:
     """List the trained parameters of a unit as FSDP2 knows them, in the order in which they lie in an exchange."""
     groups = unit._get_fsdp_state()._fsdp_param_groups
-    members = [member for group in groups for member in group.fsdp_params]
-    return [
-        member
-        for member in members
-        if getattr(member._module_info.module, member._module_info.param_name).requires_grad
-    ]
+    return [member for group in groups for member in group.fsdp_params if _take_parameter(member).requires_grad]
+
+
+def _take_parameter(member: Any) -> nn.Parameter:
+    return getattr(member._module_info.module, member._module_info.param_name)  # type: ignore[no-any-return]

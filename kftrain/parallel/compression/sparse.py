@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from kftrain.parallel.compression.codecs import Rounded, all_gather
 from kftrain.parallel.compression.sums import CompressedSums
-from kftrain.parallel.settings import ParallelConfig
+from kftrain.parallel.settings import CompressionConfig
 
 FIRST_DENSITY = 0.25
 NUM_WARMUP_STAGES = 4
@@ -38,10 +38,10 @@ class LocalRule:
 class SparseSums(CompressedSums):
     """Sums of the largest numbers; the feedback is what was not sent yet."""
 
-    def __init__(self, group: dist.ProcessGroup, parallel: ParallelConfig, rule: LocalRule) -> None:
-        super().__init__(group, Rounded(torch.float32), True, parallel.bucket_bytes)
+    def __init__(self, group: dist.ProcessGroup, config: CompressionConfig, bucket_bytes: int, rule: LocalRule) -> None:
+        super().__init__(group, Rounded(torch.float32), True, bucket_bytes)
         self._rule = rule
-        self._config = parallel.compression
+        self._config = config
         self._num_steps = 0
         """Number of steps since the run began, skipped ones with them."""
 
@@ -77,11 +77,11 @@ class SparseSums(CompressedSums):
             work.zero_()
             return
         places = work.abs().topk(math.ceil(self._density * (end - start)), sorted=False).indices
-        own = torch.stack([work[places].view(torch.int32), places.int()]).unsqueeze(0)
+        pairs = torch.stack([work[places].view(torch.int32), places.int()]).unsqueeze(0)
         work[places] = 0.0
         momentum[places] = 0.0
-        received = own.new_empty(self._group.size(), *own.shape[1:])
-        flight: Any = all_gather(received, own, group=self._group, async_op=True)
+        received = pairs.new_empty(self._group.size(), *pairs.shape[1:])
+        flight: Any = all_gather(received, pairs, group=self._group, async_op=True)
         yield
         flight.wait()
         sums.zero_()

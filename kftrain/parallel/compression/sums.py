@@ -36,7 +36,7 @@ class CompressedSums:
         """`has_feedback`: add what numbers have lost to those of the next step."""
         self._group = group
         self._codec = codec
-        self._has_feedback = has_feedback
+        self.has_feedback = has_feedback
         self._bucket_bytes = bucket_bytes
         self._parameters: dict[str, nn.Parameter] = {}
         self._starts: dict[str, int] = {}
@@ -63,7 +63,7 @@ class CompressedSums:
         self._sums = torch.zeros(length, device=device)
         self._work = torch.zeros(length, device=device)
         """Gradients and what was kept; after the exchange what is to be kept if the step counts."""
-        self._feedback = torch.zeros(length if self._has_feedback else 0, device=device)
+        self._feedback = torch.zeros(length if self.has_feedback else 0, device=device)
 
     def _close_bucket(self, start: int, end: int, unit: int) -> tuple[int, int]:
         end += -(end - start) % unit
@@ -76,23 +76,19 @@ class CompressedSums:
 
         A parameter without a gradient brings zeros. What follows is `drop_unused`, and then `settle`.
         """
-        self.take_gradients()
+        self._used = [float(parameter.grad is not None) for parameter in self._parameters.values()]
+        self.gather()
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._view(self._sums, name)
         # All buckets are on their way at once, and those of all processes in the same order.
         buckets = [self.exchange_bucket(start, end) for start, end in self._bounds]
         for _ in range(3):
             for bucket in buckets:
                 next(bucket, None)
 
-    def take_gradients(self) -> None:
-        """Gather the gradients, and let the parameters have those that will be in `sums`."""
-        self._used = [float(parameter.grad is not None) for parameter in self._parameters.values()]
-        self.gather()
-        for name, parameter in self._parameters.items():
-            parameter.grad = self._view(self._sums, name)
-
     def gather(self) -> None:
         """Leave in `work` what this process has to send."""
-        self._work.copy_(self._feedback) if self._has_feedback else self._work.zero_()
+        self._work.copy_(self._feedback) if self.has_feedback else self._work.zero_()
         self.add_gradients()
 
     def add_gradients(self) -> None:
@@ -120,9 +116,9 @@ class CompressedSums:
         for other, part in enumerate(codec.unpack(received, num_numbers).unbind()):
             if other != rank:
                 total.add_(part)
-        own = codec.pack(total.unsqueeze(0))
-        gathered = own.new_empty(size, own.shape[1])
-        flight = all_gather(gathered, own, group=self._group, async_op=True)
+        packed_sum = codec.pack(total.unsqueeze(0))
+        gathered = packed_sum.new_empty(size, packed_sum.shape[1])
+        flight = all_gather(gathered, packed_sum, group=self._group, async_op=True)
         yield
         flight.wait()
         sums.copy_(codec.unpack(gathered, num_numbers))
@@ -142,13 +138,8 @@ class CompressedSums:
 
     def settle(self, found_inf: torch.Tensor) -> None:
         """Keep what this step has lost, unless it is skipped: then `found_inf` is 1."""
-        if self._has_feedback:
+        if self.has_feedback:
             torch.where(found_inf > 0, self._feedback, self._work, out=self._feedback)
-
-    @property
-    def has_state(self) -> bool:
-        """True where a checkpoint must hold what `save` returns."""
-        return self._has_feedback
 
     def save(self) -> dict[str, Any]:
         """Return what is kept, summed over processes. Collective."""

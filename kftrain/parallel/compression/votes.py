@@ -7,7 +7,6 @@ that is 0, such as the gradient of a word that did not occur, has no vote, and a
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from kftrain.parallel.compression.sums import CompressedSums
 
@@ -32,9 +31,6 @@ class Signs:
 
 class Votes(CompressedSums):
     """Sums of signs, which lose nothing on their way to their owners."""
-
-    def __init__(self, group: dist.ProcessGroup, bucket_bytes: int) -> None:
-        super().__init__(group, Signs(), False, bucket_bytes)
 
     def gather(self) -> None:
         """Leave in `work` this process's votes."""

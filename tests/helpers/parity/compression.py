@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,9 +11,8 @@ from helpers.parity.defects import patched
 from helpers.parity.oracle import STEPS, Case, Curve, adamw, same_llama, warmup_cosine
 
 from kftrain import config
-from kftrain.parallel import gradients
+from kftrain.parallel import gradients, replicas
 from kftrain.parallel.compression.codecs import Int8Blocks
-from kftrain.parallel.compression.low_rank import LowRankSums
 from kftrain.parallel.compression.shards import PackedSums, ShardedFeedback
 from kftrain.parallel.compression.sparse import LocalRule, SparseSums
 from kftrain.parallel.compression.sums import CompressedSums
@@ -104,8 +103,6 @@ class Laid(How):
     """With the bounds of buckets in the vector of all parameters."""
 
     buckets: tuple[tuple[int, int], ...] = ()
-    factors: dict = field(default_factory=dict)
-    """Number of a matrix -> its second factor."""
 
 
 def lay(how, parameters):
@@ -182,34 +179,6 @@ def sharded_sum(gradients, errors, how, units, parameters):
     return joined(total)
 
 
-RANK = 4
-
-
-def low_rank_sum(gradients, errors, how, parameters):
-    """Algorithms 1 and 2 of the paper, over sums; the first factors are drawn as kftrain draws them."""
-    size, generator, total = len(gradients), torch.Generator().manual_seed(0), []
-    brought = [split(gradient + error, parameters) for gradient, error in zip(gradients, errors, strict=True)]
-    lost = [[] for _ in range(size)]
-    for number in range(len(parameters)):
-        parts = [each[number] for each in brought]
-        rows, columns = parts[0].shape if parts[0].ndim > 1 else (1, 0)
-        if size == 1 or RANK * (rows + columns) >= rows * columns:
-            made = functools.reduce(np.add, parts)
-            rests = [part * 0 for part in parts]
-        else:
-            drawn = torch.randn(columns, RANK, generator=generator).numpy()
-            left, _ = np.linalg.qr(sum(part @ how.factors.get(number, drawn) for part in parts))
-            how.factors[number] = sum(part.T @ left for part in parts)
-            made = left @ how.factors[number].T
-            rests = [part - made / size for part in parts]
-        total.append(made)
-        for rank in range(size):
-            lost[rank].append(rests[rank] if how.feedback else rests[rank] * 0)
-    for rank in range(size):
-        errors[rank] = joined(lost[rank])
-    return joined(total)
-
-
 def weights_of(network, how, stage):
     """What is computed with, by name."""
     names, parameters = zip(*network.named_parameters(), strict=True)
@@ -258,7 +227,7 @@ def loop(case, first_weights, parts, how):
         for _ in range(stage.steps):
             places = (np.arange(case.batch) + step * case.batch) % num_rows
             batch = {name: rows[places] for name, rows in data.items()}
-            kept, factors = [error.copy() for error in errors], dict(laid.factors)
+            kept = [error.copy() for error in errors]
             applied, loss = gradients_of_step(case, network, batch, errors, stage, laid)
             for parameter, values in zip(parameters, split(applied, parameters), strict=True):
                 parameter.grad = torch.from_numpy(values.copy())
@@ -267,7 +236,6 @@ def loop(case, first_weights, parts, how):
                 group["lr"] = case.rate(step)
             if step in how.skipped:
                 errors, norms[-1] = kept, np.inf
-                laid.factors.update(factors)
             else:
                 optimizer.step()
             losses.append(loss)
@@ -292,8 +260,6 @@ def gradients_of_step(case, network, batch, errors, stage, how):
         if how.exchanged_each or start + rows >= len(shares[0]):
             if how.kind == "sign":
                 applied.append(np.sign(sum(np.sign(gradient) for gradient in gradients)))
-            elif how.kind == "powersgd":
-                applied.append(low_rank_sum(gradients, errors, how, parameters))
             elif stage.kind == "ddp":
                 applied.append(replicated_sum(gradients, errors, how))
             else:
@@ -468,7 +434,7 @@ def going_on(kind, first, second):
 def feedback_is_conserved():
     """A resume must keep, over all processes, what the checkpoint has of each number, to the bit."""
     with contextlib.ExitStack() as stack:
-        for kind in (CompressedSums, SparseSums, LowRankSums, ShardedFeedback):
+        for kind in (CompressedSums, SparseSums, ShardedFeedback):
             load = functools.partialmethod(_load_and_compare, before=kind.load, kind=kind)
             stack.enter_context(patched(kind, "load", load))
         yield
@@ -645,3 +611,24 @@ def count_all(world, overrides, unused_steps, num_steps=6):
 
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def count_buckets(world, overrides):
+    """Number of exchanges of gradients in the second step of ddp, when torch has laid out its buckets."""
+    parallel = config.parse("", ["parallel.strategy=ddp", *overrides]).parallel
+    mesh, numbers = Mesh(parallel.shape(world.size), world), []
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(4)))
+    distributed = distribute(model, list_transforms(parallel, PrecisionConfig(), [], mesh.shape), mesh, [])
+    distributed.begin()
+
+    def sum_bucket(*arguments, before=replicas._sum_bucket):
+        numbers[-1] += 1
+        return before(*arguments)
+
+    with patched(replicas, "_sum_bucket", sum_bucket):
+        for _ in range(2):
+            numbers.append(0)
+            distributed.accumulate(True)
+            with distributed.computing():
+                model(torch.ones(1, 32)).sum().backward()
+    return numbers[-1]

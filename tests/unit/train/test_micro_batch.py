@@ -119,14 +119,19 @@ def estimates(world, paths, variants):
     return found, 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_batches_that_begin_small_change_nothing_and_averages_take_four_bytes_a_parameter(tmp_path):
+def test_batches_that_begin_small_change_nothing_and_averages_and_compression_take_four_bytes_a_parameter(tmp_path):
     sizes = ["train.global_batch_size=128", "train.micro_batch_size=auto", "launch.processes_per_node=1"]
     growing = "train.batch_warmup=[{steps: 1, batch_size: 1}]"
     paths, resolved = jobs.make_run(tmp_path, sizes)
-    variants = [config.parse(resolved.to_yaml(), [more]) for more in ("run.seed=1", growing, "train.average_decay=0.9")]
-    (((plain, grown, averaged), parameter_bytes),) = ranks.on(1, estimates, paths, variants)
+    packed, topk = (f"parallel.compression={{kind: {kind}}}" for kind in ("int8", "topk"))
+    settings = (["run.seed=1"], [growing], ["train.average_decay=0.9"], [packed], [topk, "optimizer.kind=sgd"])
+    variants = [config.parse(resolved.to_yaml(), ["parallel.strategy=ddp", *more]) for more in settings]
+    (((plain, grown, averaged, lossy, sparse), parameter_bytes),) = ranks.on(1, estimates, paths, variants)
     assert plain == grown and plain[0] > 1
     assert averaged == (plain[0], plain[1] + parameter_bytes)
+    # What is sent, what comes, and what was lost; of topk the momenta as well, before and after a step.
+    assert lossy == (plain[0], plain[1] + 3 * parameter_bytes)
+    assert sparse == (plain[0], plain[1] + 5 * parameter_bytes)
 
 
 def rows_where_memory_ends(world, paths, resolved, most_rows):
