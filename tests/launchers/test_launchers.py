@@ -22,7 +22,7 @@ from kftrain.run.paths import RunPaths
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 STEPS = 40
-COMMITTED = "checkpoint at step 10 started"
+COMMITTED = "checkpoint at step 10 committed"
 FAULTY = {"task.kind": "faulty.task:Faulty", "task.tokenizer": "bytes", "train.steps": STEPS}
 SLOW = {**FAULTY, "task.slow_seconds": 0.5}
 """Leaves some 20 s to do something to a job."""
@@ -84,10 +84,12 @@ def test_why_it_waits_is_said(case, site, promise, tmp_path):
     changes, words, seconds = site.waiting[case] if case in site.waiting else pytest.skip(f"no such case: {case}")
     run_uri = prepare(site, {**FAULTY, **changes, "launch.kubernetes.start_timeout_seconds": 15}, tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for("-train in namespace")
+        command.wait_for(site.started)
         start = time.monotonic()
         command.wait_for(words, 60)
         assert time.monotonic() - start < seconds
+        if site.waits_for_ever:
+            kftrain("cancel", run_uri, *site.where, folder=tmp_path)
         command.finish(code=13, seconds=120)
     assert_nothing_is_left(site, run_uri)
 
