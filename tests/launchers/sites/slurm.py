@@ -67,7 +67,7 @@ class SlurmSite(Site):
     def _find_agent(self, run_uri, rank):
         for process in psutil.process_iter(["cmdline"]):
             line = process.info["cmdline"] or ()
-            if "kftrain.worker.agent" in line and run_uri in line:
+            if "kftrain.worker.agent" in line and any(run_uri in part for part in line):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if process.environ().get("KFTRAIN_NODE_RANK") == str(rank):
                         return process
