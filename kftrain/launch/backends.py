@@ -20,6 +20,7 @@ BACKENDS = {
     "local": Backend("kftrain.launch.local", is_remote=False, has_pods=False),
     "pytorchjob": Backend("kftrain.launch.kubernetes.kinds.pytorchjob", is_remote=True, has_pods=True),
     "trainjob": Backend("kftrain.launch.kubernetes.kinds.trainjob", is_remote=True, has_pods=True),
+    "jobset": Backend("kftrain.launch.kubernetes.kinds.jobset", is_remote=True, has_pods=True),
     "slurm": Backend("kftrain.launch.slurm", is_remote=True, has_pods=False),
 }
 

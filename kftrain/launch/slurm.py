@@ -86,8 +86,10 @@ class SlurmLauncher:
 
     def run(self, spec: JobSpec) -> int:
         """Submit or adopt a job, show its output, and return its exit code: see `Launcher.run`."""
-        with handle_signals((INTERRUPT, *STOP), self._on_signal):
-            job = self._submit_or_adopt(spec)
+        request, folder = self.build(spec), _make_folder(spec.run_uri)
+        lock = slurm_queue.hold_job(folder / f"{spec.task}.launcher", spec.run_uri)
+        with handle_signals((INTERRUPT, *STOP), self._on_signal), lock:
+            job = self._submit_or_adopt(spec, request)
             if job is None:
                 return Preempted.exit_code
             to_log(f"job {job.job_id} of Slurm: {spec.size}")
@@ -128,15 +130,23 @@ class SlurmLauncher:
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write what the last job has printed on all its nodes, in all its restarts: see `Jobs.logs`."""
         uri = storage.absolute(run)
-        logs = list(_make_folder_path(uri).glob(f"{task}-*.log"))
-        if not logs:
-            raise LaunchError("this run has no logs of such a job", where=run, value=task)
-        output = LogLines(max(logs, key=lambda path: int(path.stem.rpartition("-")[2])))
+        folder, output = _make_folder_path(uri), None
         while True:
-            is_there = follow and any(
-                slurm_queue.belongs(job, uri) and job.task == task and not job.has_ended
-                for job in slurm_queue.list_jobs()
+            # Before the look at the files: what is printed last is read, too. A launcher may begin another attempt.
+            is_there = follow and (
+                slurm_queue.is_held(folder / f"{task}.launcher")
+                or any(
+                    slurm_queue.belongs(job, uri) and job.task == task and not job.has_ended
+                    for job in slurm_queue.list_jobs()
+                )
             )
+            files = sorted(folder.glob(f"{task}-*.log"), key=lambda path: int(path.stem.rpartition("-")[2]))
+            if not files:
+                raise LaunchError("this run has no logs of such a job", where=run, value=task)
+            if output is None or output.path != files[-1]:
+                for line in output.read() if output is not None else ():
+                    write(line)
+                output = LogLines(files[-1])
             for line in output.read():
                 write(line)
             if not is_there:
@@ -176,16 +186,11 @@ class SlurmLauncher:
         )
         return script
 
-    def _submit_or_adopt(self, spec: JobSpec) -> SlurmJob | None:
+    def _submit_or_adopt(self, spec: JobSpec, request: Request) -> SlurmJob | None:
         """Return the job of this user for the task, new or not; None where this process was told to stop before.
 
         Raises OtherJobError where a job with another configuration is at work on the run.
         """
-        request, folder = self.build(spec), _make_folder_path(spec.run_uri)
-        folder.mkdir(parents=True, exist_ok=True)
-        Path(storage.local_path(RunPaths(spec.run_uri).logs)).mkdir(exist_ok=True)
-        for private in (folder, storage.local_path(RunPaths(spec.run_uri).logs)):
-            private.chmod(0o700)  # what workers print is for nobody else on a cluster of many users
         job_id = ""
         while not self.interrupted or job_id:
             with slurm_queue.tolerate_absence():
@@ -281,9 +286,17 @@ def _make_folder_path(run_uri: str) -> Path:
     return storage.local_path(run_uri) / "slurm"
 
 
+def _make_folder(run_uri: str) -> Path:
+    """Make the folders of what a job and its workers print, which is for nobody else on a cluster of many users."""
+    for folder in (_make_folder_path(run_uri), storage.local_path(RunPaths(run_uri).logs)):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    return _make_folder_path(run_uri)
+
+
 def _make_status(job: SlurmJob) -> JobStatus:
     paths = RunPaths(job.run_uri)
-    step = 0
+    step, log = 0, _make_folder_path(job.run_uri) / f"{job.task}-{job.job_id}.log"
     with best_effort("the last step is not known"):  # it may be somebody else's folder
         step = commit.find_last_step(paths)
     state = STATES.get(job.state, find_job_task(job.task).state if job.state == "RUNNING" else job.state)
@@ -293,7 +306,7 @@ def _make_status(job: SlurmJob) -> JobStatus:
         job=slurm_queue.format_name(job),
         state="Suspended" if job.is_held else state,
         reason=job.reason,
-        progress=f"step {step} is committed" if step else "",
+        progress=slurm_queue.read_progress(log) or (f"step {step} is committed" if step else ""),
         workers=f"{job.num_nodes if job.state == 'RUNNING' else 0}/{job.num_nodes}",
         age_seconds=time.time() - job.submitted_at,
     )

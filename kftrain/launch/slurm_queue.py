@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getpass
 import json
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kftrain.core import storage
-from kftrain.core.progress import to_log
-from kftrain.errors import LaunchError
+from kftrain.core.progress import STEP, strip_mark, to_log
+from kftrain.errors import LaunchError, OtherJobError
 from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.run.paths import RunPaths
 
@@ -23,10 +25,16 @@ POLL_SECONDS = 2.0
 GOING_SECONDS = 1800.0
 """Seconds that a job that was told to stop may take to commit and to go."""
 
+LOCK_TURNS = 3
+"""Times that a launcher asks for the lock of its job."""
+
 COMMANDS = ("sbatch", "squeue", "scontrol", "scancel")
 
 COMMAND_SECONDS = 60.0
 """Seconds that one of them may take; they themselves ride out short absences of slurmctld."""
+
+PROGRESS_BYTES = 64 << 10
+"""Length of the end of a log in which the last step is looked for."""
 
 ENDED = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
@@ -158,18 +166,27 @@ class LogLines:
     """The lines of a job's log, as they come."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._num_bytes = 0
 
     def read(self) -> list[str]:
         """Return the whole lines that were added since the last call; none while the file is not there."""
-        with contextlib.suppress(OSError), self._path.open("rb") as stream:
+        with contextlib.suppress(OSError), self.path.open("rb") as stream:
             stream.seek(self._num_bytes)
             content = stream.read()
             content = content[: content.rfind(b"\n") + 1]
             self._num_bytes += len(content)
             return content.decode(errors="replace").splitlines()
         return []
+
+
+def read_progress(path: Path) -> str:
+    """Return the last step that a job's log names, such as `step 12/40`; empty where none can be read."""
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - PROGRESS_BYTES))
+        texts = (strip_mark(line) or "" for line in reversed(stream.read().decode(errors="replace").splitlines()))
+        return next((match[0] for text in texts if (match := STEP.search(text))), "")
+    return ""
 
 
 def belongs(job: SlurmJob, run: str) -> bool:
@@ -214,6 +231,44 @@ def signal_until(
                 if "ermission" in error.line:
                     raise
         time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def hold_job(path: Path, run_uri: str) -> Iterator[None]:
+    """Be the only launcher of a job during the block. Raises OtherJobError, with who is, where another one works.
+
+    A lock, which ends with its process. Where a file system has none, two may follow a job; it is one job all the same.
+    """
+    with path.open("a+") as stream:
+        for turn in range(LOCK_TURNS):  # somebody may just be looking whether it is held
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if turn == LOCK_TURNS - 1:
+                    stream.seek(0)
+                    fix = "kftrain logs -f shows what it prints; kftrain cancel ends the job"
+                    raise OtherJobError(
+                        "another launcher follows this job", where=run_uri, value=stream.read(200).strip(), fix=fix
+                    ) from None
+                time.sleep(0.2)
+            except OSError:
+                break
+            else:
+                break
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} of {getpass.getuser()} on {socket.gethostname()}\n")
+        stream.flush()
+        yield
+
+
+def is_held(path: Path) -> bool:
+    """Tell whether a launcher works on the job of this file."""
+    with contextlib.suppress(OSError), path.open() as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextlib.contextmanager

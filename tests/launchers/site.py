@@ -20,6 +20,12 @@ class Site:
     refused: dict = field(default_factory=dict)
     not_run: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
+    started: str = "-train in namespace"
+    """What a launcher prints when the scheduler has its job."""
+    waits_for_ever: bool = False
+    """True where nothing ends a job that cannot start but somebody's order."""
+    is_private: bool = False
+    """True where nobody else uses the cluster: tests break it without being asked to."""
     where: tuple = ()
     """Further arguments of `kftrain status` and its like, such as a namespace."""
 

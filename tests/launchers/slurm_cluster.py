@@ -58,6 +58,7 @@ NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=8 B
 NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 State=UNKNOWN
 PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE PriorityTier=1 State=UP
 PartitionName=short Nodes=node1,node2 MaxTime=3 DefaultTime=3 PriorityTier=1 State=UP
+PartitionName=closed Nodes=node1,node2 State=DOWN
 PartitionName=urgent Nodes=node1,node2 MaxTime=INFINITE PriorityTier=10 State=UP
 """  # noqa: E501 - a node is a line
 

@@ -6,32 +6,39 @@ import psutil
 from launchers.site import Site
 
 
+def list_processes(run_uri, words=""):
+    """Processes of this machine with a run and these words in their command line."""
+    return [
+        f"{process.pid} {' '.join(process.info['cmdline'])[:80]}"
+        for process in psutil.process_iter(["cmdline", "status"])
+        if process.info["status"] != psutil.STATUS_ZOMBIE
+        and any(run_uri in part for part in process.info["cmdline"] or ())
+        and words in " ".join(process.info["cmdline"])
+        and "pytest" not in " ".join(process.info["cmdline"])
+    ]
+
+
 class LocalSite(Site):
     """A storage root in a folder, one node with two processes."""
 
     def list_alive(self, run_uri):
-        return [
-            f"{process.pid} {' '.join(process.info['cmdline'])[:80]}"
-            for process in psutil.process_iter(["cmdline", "status"])
-            if process.info["status"] != psutil.STATUS_ZOMBIE
-            and any(run_uri in part for part in process.info["cmdline"] or ())
-            and "pytest" not in " ".join(process.info["cmdline"])
-        ]
+        return list_processes(run_uri)
 
     list_left = list_alive
 
     def kill_worker(self, run_uri, rank=0):
-        self._find_rank(run_uri).kill()
+        """Kills a training process, a child of the agent."""
+        self._find_agent(run_uri).children()[0].kill()
 
     def stop_worker(self, run_uri, rank=0):
-        self._find_rank(run_uri).parent().terminate()
+        """Tells the worker, whose child the agent is, to go."""
+        self._find_agent(run_uri).parent().terminate()
 
-    def _find_rank(self, run_uri):
-        """A training process: a child of the agent."""
+    def _find_agent(self, run_uri):
         for process in psutil.process_iter(["cmdline"]):
             line = process.info["cmdline"] or ()
             if "kftrain.worker.agent" in line and any(run_uri in part for part in line):
-                return process.children()[0]
+                return process
         raise AssertionError(f"no agent of {run_uri}")
 
 

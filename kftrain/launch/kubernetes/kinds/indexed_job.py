@@ -35,23 +35,12 @@ class IndexedJob(Kind):
     def build_specification(self, spec: JobSpec, config: Config) -> Object:
         """Build the `spec`; its pods need no GPU and do not meet: see `Kind.build_specification`."""
         settings = config.launch.kubernetes.model_copy(update={"gpus_per_node": 0, "fabric": FabricConfig()})
-        template = pod.build_template(self, spec, spec.workers, settings)
-        template["spec"]["restartPolicy"] = "Never"
-        num_pods = spec.workers.replicas
-        permanent = {"containerName": self.container, "operator": "In", "values": list(range(1, FIRST_RETRYABLE_CODE))}
+        template, num_pods = pod.build_template(self, spec, spec.workers, settings), spec.workers.replicas
         return {
-            "completionMode": "Indexed",
-            "completions": num_pods,
-            "parallelism": num_pods,
-            "backoffLimit": num_pods * (config.launch.max_restarts_without_progress + 1),
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "FailJob", "onExitCodes": permanent},
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                ]
-            },
+            **build_job(
+                self.container, num_pods, template, num_pods * (config.launch.max_restarts_without_progress + 1)
+            ),
             **({"suspend": True} if settings.queue else {}),  # the queue lets it go
-            "template": template,
         }
 
     def build_address(self, spec: JobSpec) -> str:
@@ -65,6 +54,24 @@ class IndexedJob(Kind):
     def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         """Return the one template: see `Kind.list_pod_templates`."""
         return [job["spec"]["template"]]
+
+
+def build_job(container: str, num_pods: int, template: Object, max_failures: int) -> Object:
+    """Build the `spec` of an Indexed Job of so many pods, which an error of their container ends if it is permanent."""
+    permanent = {"containerName": container, "operator": "In", "values": list(range(1, FIRST_RETRYABLE_CODE))}
+    return {
+        "completionMode": "Indexed",
+        "completions": num_pods,
+        "parallelism": num_pods,
+        "backoffLimit": max_failures,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": permanent},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": {**template, "spec": {**template["spec"], "restartPolicy": "Never"}},
+    }
 
 
 KIND = IndexedJob()
