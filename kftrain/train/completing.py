@@ -48,7 +48,15 @@ def complete(training: Training, finished: Finished, seconds: float) -> None:
     """Export the model and write COMPLETE.json. Raises FencedError, CheckpointError and RetryableError."""
     paths = training.paths
     attempts.require_held(paths, finished.attempt)  # an attempt that is fenced writes no export
-    checkpoint_uri, (export_uri, export_digest) = _export(paths, finished)
+    checkpoint_uri, export = _export(paths, finished)
+    publish_completion(training, finished, seconds, checkpoint_uri, export)
+
+
+def publish_completion(
+    training: Training, finished: Finished, seconds: float, checkpoint_uri: str, export: tuple[str, str]
+) -> None:
+    """Write COMPLETE.json for this checkpoint and the URI and digest of its export. Raises FencedError."""
+    paths, (export_uri, export_digest) = training.paths, export
     checkpoint, digest = commit.read_checkpoint_manifest(checkpoint_uri)
     history = [point for point in finished.history if point["step"] <= checkpoint.step]
     completion = Completion(

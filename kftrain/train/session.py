@@ -35,7 +35,7 @@ from kftrain.run.commit import CheckpointManifest
 from kftrain.run.completion import find_completion
 from kftrain.run.paths import RunPaths
 from kftrain.tasks.base import Task
-from kftrain.train import completing, engines
+from kftrain.train import completing, engines, script_session
 from kftrain.train.completing import ExportDescription, Finished
 from kftrain.train.engine import Engine
 from kftrain.train.loop import Loop
@@ -65,6 +65,9 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     # Asked before the processes meet: one that is started again at the very end would wait for others that are done.
     if find_completion(paths, config) is not None:
         to_log("already complete: nothing to do")
+        return
+    if config.train.command:
+        script_session.run_script(training, stop, _open_tracker)
         return
     timeout_seconds = config.launch.timeout_seconds + MARGIN_SECONDS
     with (
