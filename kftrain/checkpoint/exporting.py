@@ -31,9 +31,6 @@ MAX_FILE_BYTES = 2 << 30
 INDEX = "model.safetensors.index.json"
 """File that maps tensors to files, for other programs; kftrain itself reads what the manifest lists."""
 
-COPY_BYTES = 4 << 20
-"""Bytes of a file that are in memory while it is copied."""
-
 MODEL_PREFIX = "model."
 """Keys of the model in a checkpoint's state."""
 
@@ -43,6 +40,7 @@ AVERAGES_PREFIX = "averages.weights."
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,80}")
 
 Files = dict[str, FileEntry]
+CopyTensors = Callable[[str], Files]
 
 
 def export_checkpoint(
@@ -51,7 +49,7 @@ def export_checkpoint(
     description: Description,
     config: dict[str, Any],
     task_files: Mapping[str, bytes] = MappingProxyType({}),
-    copy_tensors: Callable[[str], Files] | None = None,
+    copy_tensors: CopyTensors | None = None,
 ) -> tuple[str, str]:
     """Write the export of a committed checkpoint, if it is not there yet; return its URI and digest.
 

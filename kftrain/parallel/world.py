@@ -131,7 +131,7 @@ def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     # Ranks are dealt out anew by node before torch's groups are made, which keep them for good.
-    store = meet_others(timeout)
+    store = _meet_others(timeout)
     size = int(os.environ["WORLD_SIZE"])
     rank, places = _find_place(store, int(os.environ["RANK"]), size)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -145,7 +145,7 @@ def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World
         dist.destroy_process_group()
 
 
-def meet_others(timeout: timedelta) -> Any:
+def _meet_others(timeout: timedelta) -> Any:
     """Open the store of rank 0, once all processes have come. On a single node it is given the listening socket."""
     is_main = os.environ["RANK"] == "0"
     return dist.TCPStore(  # type: ignore[attr-defined]

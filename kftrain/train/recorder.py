@@ -25,7 +25,7 @@ class Recorder:
     def __init__(self, history: list[Point], tracker: Tracker | None, num_steps: int, num_validated: int = 0) -> None:
         """Go on with `history`. `num_validated`: samples that quick evaluations look at; 0 where those are all."""
         self.history = list(history)
-        self.tracker = tracker
+        self._tracker = tracker
         self._num_steps = num_steps
         self._part = f" (first {num_validated:,} samples)" if num_validated else ""
         self._before_seconds = float(history[-1]["seconds"]) if history else 0.0
@@ -84,8 +84,8 @@ class Recorder:
         self._log({name: value for name, value in point.items() if name != "step"}, point["step"])
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        if self.tracker is not None and values:
-            self.tracker.log_metrics(values, step)
+        if self._tracker is not None and values:
+            self._tracker.log_metrics(values, step)
 
 
 def thin_history(history: list[Point], max_points: int) -> list[Point]:

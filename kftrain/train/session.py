@@ -35,7 +35,7 @@ from kftrain.run.commit import CheckpointManifest
 from kftrain.run.completion import find_completion
 from kftrain.run.paths import RunPaths
 from kftrain.tasks.base import Task
-from kftrain.train import completing, engines, script_session
+from kftrain.train import completing, engines
 from kftrain.train.completing import ExportDescription, Finished
 from kftrain.train.engine import Engine
 from kftrain.train.loop import Loop
@@ -43,6 +43,7 @@ from kftrain.train.micro_batch import resolve_micro_batch
 from kftrain.train.numerics import set_numerics
 from kftrain.train.reading import Training, open_loader, open_validation_rows, read_training
 from kftrain.train.recorder import Recorder
+from kftrain.train.script_session import ScriptSession
 from kftrain.train.step import Carrier, count_loss_terms
 from kftrain.worker.error_report import leave_error
 
@@ -67,7 +68,7 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
         to_log("already complete: nothing to do")
         return
     if config.train.command:
-        script_session.run_script(training, stop, _open_tracker)
+        _train_by_script(training, stop)
         return
     timeout_seconds = config.launch.timeout_seconds + MARGIN_SECONDS
     with (
@@ -89,6 +90,18 @@ def run_attempt(training: Training, world: World, stop: StopRequest, scratch: Pa
     if world.is_main:
         to_log(_describe_attempt(setup, world, attempt, loaded))
     return _take_steps(setup, world, attempt, loaded, stop, scratch)
+
+
+def _train_by_script(training: Training, stop: StopRequest) -> None:
+    """Run the script of `train.command` in the place of an attempt of ours, from the same claim and checkpoint."""
+    config = training.config
+    with join_world(config.launch.timeout_seconds + MARGIN_SECONDS, config.launch.gpus_per_node) as world:
+        attempt = _claim_attempt(training, world)
+        _verify_data(training, world)
+        loaded = load.choose_checkpoint(training.paths, world, training.identity)
+        session = ScriptSession(training, stop, world, attempt, loaded)
+    # From here on the script says which process groups there are; they meet in the store that rank 0 keeps open.
+    session.run(_open_tracker(training.paths, config, session.folder) if session.is_main else None)
 
 
 def _claim_attempt(training: Training, world: World) -> int:
