@@ -15,7 +15,8 @@ Nothing heavy is imported before it is needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +24,7 @@ from kftrain import config as configuration
 from kftrain.client.completed_run import CompletedRun as CompletedRun
 from kftrain.config import Config
 from kftrain.core import storage
-from kftrain.errors import CheckpointError, ConfigError
+from kftrain.errors import CheckpointError, ConfigError, LaunchError
 from kftrain.run import documents
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kftrain.data.opened import OpenedDataset
     from kftrain.tasks.base import Task
     from kftrain.tasks.settings import TaskConfig
+    from kftrain.train.script_session import ScriptSession
 
 STARTED_BY = "kftrain.run_pipeline(config)"
 """Call that starts such a run anew, for people who read of a failure."""
@@ -184,6 +186,67 @@ def open_dataset(
         permit_kinds([task.kind])
         task = build_task_of(task, manifest_uri, manifest.task_settings)
     return OpenedDataset(manifest_uri, manifest, split, task, verify)
+
+
+def report(step: int, metrics: Mapping[str, float]) -> None:
+    """Tell from a script of `train.command` how far it is; call it on every rank.
+
+    The values of rank 0 are the training curve. A rank that has reported once must go on to: one that neither reports
+    nor takes part in a collective operation for twice `launch.timeout_seconds` is taken for hung. Outside of a job this
+    and the three others do nothing, so that torchrun alone runs the script, too.
+
+    Args:
+        step: Steps that are done; it must grow.
+        metrics: Name -> value; what is not finite is left out.
+    """
+    if (session := _find_session()) is not None:
+        session.report(step, metrics)
+
+
+def should_stop() -> bool:
+    """Tell a script whether it is asked to stop: it should commit and end. Then the next attempt goes on from there.
+
+    Collective over torch's process group, if there is one, so that all ranks stop at the same step.
+    """
+    session = _find_session()
+    return session is not None and session.should_stop()
+
+
+def commit(folder: str | Path, step: int | None = None) -> None:
+    """Commit the files of a local folder as the checkpoint of a step; all ranks call it, once their files are written.
+
+    The first rank of each node copies that node's folder. All or nothing: a checkpoint counts from its last file on.
+
+    Args:
+        folder: The next attempt finds a copy of it at KFTRAIN_RESUME.
+        step: None: the one that was reported last.
+
+    Raises ConfigError for a step that is committed already, CheckpointError for no or changing files, StorageError,
+    FencedError.
+    """
+    if (session := _find_session()) is not None:
+        session.commit(Path(folder), step)
+
+
+def complete(export: str | Path) -> None:
+    """End a script's training: rank 0 exports the model and writes COMPLETE.json; other ranks return at once.
+
+    Args:
+        export: Folder with the state of the model that `model.kind` builds, in files of the format safetensors.
+
+    Raises CheckpointError where the last step is not committed, or the tensors are not that model's.
+    """
+    if (session := _find_session()) is not None:
+        session.complete(Path(export))
+
+
+def _find_session() -> ScriptSession | None:
+    """Return the session of this rank; None outside of a job. Raises LaunchError in a process that the script made."""
+    module = sys.modules.get("kftrain.train.script_session")
+    session: ScriptSession | None = module.current if module is not None else None
+    if session is None and "KFTRAIN_RUN_FOLDER" in os.environ:
+        raise LaunchError("this process is no rank of the job", where="kftrain", fix="call it from the script itself")
+    return session
 
 
 def load_export(run_uri: str, *, trusted_kinds: Sequence[str] = ()) -> LoadedExport:

@@ -77,6 +77,8 @@ class Config(Section):
             raise ValueError("train.batch_warmup must be empty with parallel.pipeline: a schedule has equal steps")
         if self.train.compile:
             self._require_compilable()
+        if self.train.command:
+            self._require_left_to_script()
         if self.parallel.compression.kind != "none":
             self.precision.require_fp32_sums(self.parallel.compression.kind)
         self.parallel.compression.require_optimizer(self.optimizer.kind, bool(self.optimizer.nesterov))
@@ -85,6 +87,13 @@ class Config(Section):
         if self.train.stop_after_no_improvement and not self.checkpoint.keep_best:
             raise ValueError("train.stop_after_no_improvement needs a metric: checkpoint.keep_best must not be empty")
         return self
+
+    def _require_left_to_script(self) -> None:
+        """Refuse what a script of the user's decides itself."""
+        set_here = {"parallel": self.parallel != ParallelConfig(), "checkpoint.keep_best": self.checkpoint.keep_best}
+        set_here |= {"train.from": not self.train.from_scratch, "train.average_decay": self.train.average_decay}
+        for key in filter(set_here.__getitem__, set_here):
+            raise ValueError(f"{key} is of kftrain's own training loop, whose place train.command takes")
 
     def _require_compilable(self) -> None:
         axes = [f"parallel.{axis}" for axis in ("context", "tensor", "pipeline", "expert")]
@@ -184,7 +193,7 @@ def parse_kept(
     """The same for a text that a run's folder holds, perhaps of an earlier release: only overrides permit code."""
     kept = layers.merged(OF_RELEASE_02, layers.parse_layer(text, where))
     found = _validated({where: kept, **(above or {})}, overrides)
-    permit_kinds(code_of(found).intersection(re.findall(r"[\w.:]+", " ".join(overrides))))
+    permit_kinds(code_of(found).intersection(re.findall(r"[\w.:/-]+", " ".join(overrides))))
     return found
 
 

@@ -57,7 +57,8 @@ def code_of(config: Config) -> set[str]:
     """Collect every kind that a configuration names."""
     sources = (config.data.source, *(component.source for component in config.data.components))
     chosen = (config.model.kind, config.task.kind, *sources, *config.evaluate.metrics)
-    return {*chosen, *config.registry.trusted_kinds}
+    script = config.train.command[1:2] if config.train.command[:1] == ("-m",) else config.train.command[:1]
+    return {*chosen, *script, *config.registry.trusted_kinds}
 
 
 def load_code(kind: str, where: str, built_in: Mapping[str, str] = MappingProxyType({})) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ AVERAGES_PREFIX = "averages.weights."
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,80}")
 
 Files = dict[str, FileEntry]
+CopyTensors = Callable[[str], Files]
 
 
 def export_checkpoint(
@@ -48,10 +49,12 @@ def export_checkpoint(
     description: Description,
     config: dict[str, Any],
     task_files: Mapping[str, bytes] = MappingProxyType({}),
+    copy_tensors: CopyTensors | None = None,
 ) -> tuple[str, str]:
     """Write the export of a committed checkpoint, if it is not there yet; return its URI and digest.
 
-    `task_files`: the task's own, name -> content.
+    `task_files`: the task's own, name -> content. `copy_tensors`: writes the files of tensors into a folder and returns
+    them; None: they are made of the checkpoint.
 
     Every file of the checkpoint is verified before one is unpickled. One process suffices. Raises CheckpointError, and
     RetryableError if the export that comes to lie there is not the one that was written.
@@ -69,7 +72,7 @@ def export_checkpoint(
         storage.remove(build_manifest_uri(uri))  # first: nobody takes for an export what is being deleted
         storage.remove(uri)  # what a process that was killed here has left, or somebody has deleted half of
         with _open_folder(uri) as folder:
-            files = _write_tensors(checkpoint_uri, manifest.files, folder)
+            files = copy_tensors(folder) if copy_tensors else _write_tensors(checkpoint_uri, manifest.files, folder)
             for name, content in {**documents, **task_files}.items():
                 files[name] = _write(folder, name, content)
         export = ExportManifest(

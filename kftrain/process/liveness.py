@@ -86,13 +86,16 @@ SIZE_BYTES = _FORMAT.size
 class Liveness:
     """The beats of this process; without a supervisor that wants them, nothing is written."""
 
-    def __init__(self, in_background: Callable[[], object], timeout_seconds: float) -> None:
+    def __init__(
+        self, in_background: Callable[[], object], timeout_seconds: float, counts_always: bool = False
+    ) -> None:
         """Start the thread that writes. Collective.
 
         Args:
             in_background: An operation in the group of the checkpoint thread, whose operations do not count.
             timeout_seconds: How long a process may wait for another one. Half of it is long enough to ask torch where
                 this one stands, which takes a moment.
+            counts_always: Whether the process must make progress also while it has no process group.
         """
         folder = os.environ.get(LIVENESS_ENV)
         before = _read_statuses()
@@ -105,6 +108,7 @@ class Liveness:
         self._watched_at = 0.0
         self._last = Beat()
         self._still_seconds = timeout_seconds / 2
+        self._counts_always = counts_always
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._map: mmap.mmap | None = None
@@ -154,6 +158,7 @@ class Liveness:
             return
         with self._lock:
             now = compute_beat(self._last, _read_statuses(), self._background, self._watched, self._watched_at)
+            now = replace(now, counted=now.counted or self._counts_always)
             if now.watched and now.alive_at - now.progress_at >= self._still_seconds:
                 # Asked once per stand, as this takes torch a moment; a new beat has no name, so `_last` keeps it.
                 now = replace(now, operation=self._last.operation or find_last_operation(self._background))

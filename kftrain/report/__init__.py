@@ -6,6 +6,10 @@ sections for `render_page`. HTML pages load nothing and run nothing; every text 
 class label or error message stays a label or a message. A page stays below 300 kB whatever the length of the training.
 """
 
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
 from kftrain.report.comparison import comparison_html, compose_comparison_page, describe_comparison
 from kftrain.report.endings import describe_failure, describe_idle_run, describe_success
 from kftrain.report.evaluation import describe_evaluation
@@ -35,3 +39,17 @@ __all__ = [
     "render_page",
     "render_section",
 ]
+
+
+class _CallablePackage(ModuleType):
+    """This package, which scripts of `train.command` call by its own name: `kftrain.report(step, metrics)`."""
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `kftrain.api.report`."""
+        from kftrain import api
+
+        api.report(step, metrics)
+
+
+report = sys.modules[__name__]
+report.__class__ = _CallablePackage

@@ -25,7 +25,9 @@ def find_completion(paths: RunPaths, config: Config) -> Completion | None:
     if completion is None:
         return None
     dataset_digest = documents.read(RunShards, paths.shards).dataset_digest
-    ended = completion.num_trained == config.train.steps or completion.selection is not None  # which may end it early
+    # A choice of the best step may end it early, and a script of the user's decides itself when it is done.
+    may_differ = completion.selection is not None or bool(config.train.command)
+    ended = completion.num_trained == config.train.steps or may_differ
     if not ended or completion.training_digest != config.training_digest(dataset_digest):
         raise OtherTrainingError(
             "COMPLETE.json is of another training",

@@ -23,6 +23,7 @@ from kftrain.run.config import is_opened
 from kftrain.run.documents import RunShards
 from kftrain.run.drift import Drift
 from kftrain.run.paths import RunPaths
+from kftrain.run.script import with_script_digest
 from kftrain.run.watermark import WindowFiles
 from kftrain.sharding import dataset_drift, mixing
 from kftrain.sharding.unchanged import require_unchanged
@@ -98,6 +99,7 @@ def shard(
             if begun.skipped is None:
                 config = windows.with_replay(config, paths, progress)
                 config = initial_weights.with_initial_weights(config, paths, progress)
+            config = with_script_digest(config)
             run = resolve.open_run(config, run_id, must_exist)
             is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
             prepared = _prepare(run, progress) if is_old and begun.skipped is None else None

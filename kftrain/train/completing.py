@@ -42,6 +42,8 @@ class Finished:
     last_step: int
     selection: BestEvaluation | None
     """The best evaluation, where that decides what is exported."""
+    copy_tensors: exporting.CopyTensors | None = None
+    """See `exporting.export_checkpoint`."""
 
 
 def complete(training: Training, finished: Finished, seconds: float) -> None:
@@ -90,7 +92,7 @@ def _export(paths: RunPaths, finished: Finished) -> tuple[str, tuple[str, str]]:
     for name in candidates:
         uri = storage.join(paths.checkpoints, str(name))
         try:
-            export = _export_checkpoint(paths, uri, description)
+            export = _export_checkpoint(paths, uri, description, finished.copy_tensors)
         except CheckpointError as error:  # the next one may be whole; an outage is raised, and says nothing of this one
             to_log(f"warning: the checkpoint at step {name.step} cannot be exported: {error.line}")
             problems.append(error)
@@ -195,5 +197,7 @@ def export_model(paths: RunPaths, config: Config, task: Task, checkpoint_uri: st
     return _export_checkpoint(paths, checkpoint_uri, description)
 
 
-def _export_checkpoint(paths: RunPaths, uri: str, beside: ExportDescription) -> tuple[str, str]:
-    return exporting.export_checkpoint(paths, uri, beside.description, beside.model_config, beside.task_files)
+def _export_checkpoint(
+    paths: RunPaths, uri: str, beside: ExportDescription, copy: exporting.CopyTensors | None = None
+) -> tuple[str, str]:
+    return exporting.export_checkpoint(paths, uri, beside.description, beside.model_config, beside.task_files, copy)

@@ -43,6 +43,7 @@ from kftrain.train.micro_batch import resolve_micro_batch
 from kftrain.train.numerics import set_numerics
 from kftrain.train.reading import Training, open_loader, open_validation_rows, read_training
 from kftrain.train.recorder import Recorder
+from kftrain.train.script_session import ScriptSession
 from kftrain.train.step import Carrier, count_loss_terms
 from kftrain.worker.error_report import leave_error
 
@@ -66,6 +67,9 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     if find_completion(paths, config) is not None:
         to_log("already complete: nothing to do")
         return
+    if config.train.command:
+        _train_by_script(training, stop)
+        return
     timeout_seconds = config.launch.timeout_seconds + MARGIN_SECONDS
     with (
         join_world(timeout_seconds, config.launch.gpus_per_node) as world,
@@ -86,6 +90,18 @@ def run_attempt(training: Training, world: World, stop: StopRequest, scratch: Pa
     if world.is_main:
         to_log(_describe_attempt(setup, world, attempt, loaded))
     return _take_steps(setup, world, attempt, loaded, stop, scratch)
+
+
+def _train_by_script(training: Training, stop: StopRequest) -> None:
+    """Run the script of `train.command` in the place of an attempt of ours, from the same claim and checkpoint."""
+    config = training.config
+    with join_world(config.launch.timeout_seconds + MARGIN_SECONDS, config.launch.gpus_per_node) as world:
+        attempt = _claim_attempt(training, world)
+        _verify_data(training, world)
+        loaded = load.choose_checkpoint(training.paths, world, training.identity)
+        session = ScriptSession(training, stop, world, attempt, loaded)
+    # From here on the script says which process groups there are; they meet in the store that rank 0 keeps open.
+    session.run(_open_tracker(training.paths, config, session.folder) if session.is_main else None)
 
 
 def _claim_attempt(training: Training, world: World) -> int:

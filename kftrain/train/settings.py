@@ -207,6 +207,11 @@ class TrainConfig(Section):
     max_nonfinite_steps: KeepsTraining[Amount] = 0
     """Steps in a row with a non-finite gradient norm to skip before the run ends as diverged (19). In fp16 those that
     are skipped at `precision.loss_scale.minimum` count."""
+    command: ChangesSince03[tuple[str, ...]] = ()
+    """A script for torchrun that trains in the place of kftrain's own loop, such as `[train.py, --epochs, "3"]` or
+    `[-m, package.module]`. It reads KFTRAIN_DATASET and calls `kftrain.report`, `commit` and `complete`."""
+    command_digest: ChangesSince03[str] = ""
+    """Digest of the script's files, filled in when the run is opened; to be set where only the workers have them."""
 
     @field_validator("start_from", mode="before")
     @classmethod
@@ -215,6 +220,14 @@ class TrainConfig(Section):
         if isinstance(text, str) and not (text in (SCRATCH, CHAMPION) or _VERSION.fullmatch(text) or "/" in text):
             raise ValueError("it is scratch, champion, a version as 3 or v3, or the URI of a run or of an export")
         return text
+
+    @field_validator("command")
+    @classmethod
+    def _is_script(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        is_module = value[:1] == ("-m",) and len(value) > 1
+        if value and not is_module and not value[0].endswith(".py"):
+            raise ValueError("it begins with a Python file, or with -m and a module: kftrain starts the processes")
+        return value
 
     @model_validator(mode="after")
     def _refuse_what_contradicts(self) -> TrainConfig:

@@ -19,6 +19,8 @@ PROTOCOLS = {
     "main": "the entry point of a process",
     "build_launcher": "what every launcher's module has, for `launch.base.build_launcher`",
     "load_export": "what the library does, and what `import kftrain` gives of it",
+    "commit": "what becomes of a checkpoint, and what `import kftrain` gives a script of it",
+    "complete": "the end of a training, and what `import kftrain` gives a script of it",
     "train": "a stage, and the job that it launches",
     "evaluate": "a stage, and the job that it launches",
     "register": "a stage, and what it does in the registry",

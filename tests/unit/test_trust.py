@@ -20,6 +20,7 @@ from kftrain.models.signature import options_of
 from kftrain.registry import ComparedVersion
 from kftrain.run.config import keep_job_config, read_config, read_job_config
 from kftrain.run.paths import RunPaths
+from kftrain.run.script import Script
 from kftrain.sharding.sources.user import UserSource
 from kftrain.stages import comparison, preflight
 from kftrain.tasks import build_task
@@ -35,6 +36,7 @@ IMPORTERS = {
     "cli/__init__.py": "commands, from a table in the source",
     "launch/base.py": "launchers, from a table in the source",
     "launch/kubernetes/kinds/__init__.py": "kinds of jobs, from a table in the source",
+    "run/script.py": "the script of `train.command`, after asking trust",
     "worker/rank.py": "the function of a job's ranks, from the table of tasks in the source",
     "data/file_content.py": "libraries that the callers name in the source",
     "sharding/parts/encoder.py": "unpickles a temporary file that this process itself has written",
@@ -110,6 +112,7 @@ def test_nobody_else_takes_attributes_by_a_name_that_is_computed():
         lambda: metrics_of(None, [KIND]),
         lambda: UserSource(KIND),
         lambda: load_code(KIND, "x"),
+        lambda: Script(KIND, is_module=True, arguments=()).run(),
         lambda: trust.require_written(KIND, "x"),
     ],
 )
