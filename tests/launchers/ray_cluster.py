@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 import urllib.request
@@ -28,7 +27,7 @@ def explain_absence() -> str:
 
 
 class RayCluster:
-    """Context manager of a running cluster; nodes are known by their numbers, and the head is 0."""
+    """Context manager of a running cluster."""
 
     def __init__(self, folder: Path) -> None:
         self.python = os.environ[PYTHON_ENV]
@@ -71,22 +70,10 @@ class RayCluster:
         self._start(f"--address={self._gcs}")
         self._wait_for(lambda: self.count_nodes() > before)
 
-    def kill_raylet(self, number: int) -> None:
-        """Kill the raylet of a node, as the node's death would; `ray start` of that node ends with it."""
-        (raylet,) = [child for child in list_children(self._processes[number].pid) if child.name() == "raylet"]
-        raylet.kill()
-
     def count_nodes(self) -> int:
         """Count the nodes that live."""
         rows = self.ask("nodes?view=summary")["data"]["summary"]
         return sum(row["raylet"].get("state") == "ALIVE" for row in rows)
-
-    def signal_dashboard(self, number: signal.Signals) -> None:
-        """Send a signal to the process that answers requests."""
-        port = self._ports[1].number
-        for child in list_children(self._processes[0].pid):
-            if any(c.laddr.port == port and c.status == "LISTEN" for c in child.net_connections("tcp")):
-                child.send_signal(number)
 
     def ask(self, path: str):
         """Ask the dashboard by GET."""

@@ -56,9 +56,6 @@ class RaySite(Site):
     def stop_worker(self, run_uri, rank=0):
         find_workers(run_uri)[rank].parent().terminate()
 
-    def lose_node(self, run_uri, rank, disturb):
-        pytest.skip("tests/launchers/test_ray_cluster.py kills a raylet")
-
     def check_request(self, text):
         """Ray takes it, and starts its driver."""
         command = text[text.index("curl ") :]
@@ -90,10 +87,10 @@ def open_site(request, folder):
                 "servers": "the ray backend has workers alone",
             },
             not_run={
-                "waits": "the suite's reasons to wait are those of pods; tests/launchers/test_ray_cluster.py has Ray's",
+                "waits": "the suite's reasons to wait are those of pods",
                 "storage away": "the storage root is a folder of this machine",
                 "garbage": "kftrain gc looks at jobs of Kubernetes; a job of Ray ends by itself",
-                "controller away": "tests/launchers/test_ray_cluster.py stops the dashboard",
-                "node lost": "tests/launchers/test_ray_cluster.py kills a raylet",
+                "controller away": "nobody has stopped the dashboard for so long yet",
+                "node lost": "there is no third node",
             },
         )
