@@ -22,6 +22,7 @@ BACKENDS = {
     "trainjob": Backend("kftrain.launch.kubernetes.kinds.trainjob", is_remote=True, has_pods=True),
     "jobset": Backend("kftrain.launch.kubernetes.kinds.jobset", is_remote=True, has_pods=True),
     "slurm": Backend("kftrain.launch.slurm", is_remote=True, has_pods=False),
+    "ray": Backend("kftrain.launch.ray", is_remote=True, has_pods=False),
 }
 
 SHARES_MODULE = "kftrain.launch.kubernetes.kinds.indexed_job"

@@ -10,11 +10,12 @@ from pydantic import AfterValidator, Field, model_validator
 from kftrain.core.credentials import SECRET_VARIABLES
 from kftrain.launch.backends import BACKENDS, BackendName
 from kftrain.launch.kubernetes.settings import KubernetesConfig
+from kftrain.launch.ray_settings import RayConfig
 from kftrain.launch.slurm_settings import SlurmConfig
 from kftrain.settings.section import Amount, Count, KeepsTraining, Section
 
 _OUR_VARIABLES = re.compile(
-    "KFTRAIN_.*|KFP_.*|SLURM_.*|SBATCH_.*|PET_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)"
+    "KFTRAIN_.*|KFP_.*|SLURM_.*|SBATCH_.*|RAY_.*|PET_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)"
     "|HOME|PYTHONUNBUFFERED|AWS_CA_BUNDLE|REQUESTS_CA_BUNDLE|SSL_CERT_FILE"
 )
 """Variables of the workers' environment that launcher, supervisor, torchrun or the training operator set."""
@@ -38,7 +39,7 @@ class LaunchConfig(Section):
     backend: KeepsTraining[BackendName] = "local"
     """Place of the processes: `local`, this machine; `pytorchjob`, pods of the Kubeflow training operator (version
     1); `trainjob`, pods of Kubeflow Trainer (version 2); `jobset`, pods of a JobSet; `slurm`, nodes of a Slurm
-    cluster."""
+    cluster; `ray`, nodes of a Ray cluster."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """The pods of a job; the local backend has none."""
     nodes: KeepsTraining[Count] = 1
@@ -56,6 +57,8 @@ class LaunchConfig(Section):
     attempt. A process that no other one on its node waits for may take twice as long between two operations."""
     slurm: SlurmConfig = SlurmConfig()
     """The options of a job of a Slurm cluster."""
+    ray: RayConfig = RayConfig()
+    """The Ray cluster, and what a job asks of it."""
 
     device_memory_gib: KeepsTraining[Annotated[float, Field(ge=0)]] = 0.0
     """Memory of a GPU, or of a process without one, for `parallel.layout: auto`; 0: not known."""
@@ -79,5 +82,7 @@ class LaunchConfig(Section):
     @property
     def gpus_per_node(self) -> int:
         """GPUs required per node; 0 uses whatever is present."""
-        section = self.kubernetes if self.has_pods else self.slurm
-        return section.gpus_per_node if self.is_remote else 0
+        if not self.is_remote:
+            return 0
+        section = self.kubernetes if self.has_pods else {"slurm": self.slurm, "ray": self.ray}[self.backend]
+        return section.gpus_per_node

@@ -28,6 +28,7 @@
 <root>/runs/<run>/window.json                                       shard         -> finish, of a scheduled run
 <root>/runs/<run>/logs/attempt-<n>/rank-<r>.log                     workers       -> people
 <root>/runs/<run>/slurm/<task>-<job>.log, .code                      slurm         -> launcher, people
+<root>/runs/<run>/ray/<task>.json                                   launchers     -> launchers: who follows the job
 """
 
 from __future__ import annotations

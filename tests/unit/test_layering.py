@@ -75,6 +75,7 @@ ONE_PLACE = {
     "mlflow": {"tracking/session.py"},
     "kubernetes": {"launch/kubernetes/"},
     "kfp": {"kubeflow/", "client/", "components/", "pipelines/"},
+    "ray": {"launch/ray_driver.py"},
     "rich": {"client/console.py"},
     "tokenizers": {"tasks/bpe.py"},
     "click": {"cli/", "client/console.py", "worker/rank.py"},

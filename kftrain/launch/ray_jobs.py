@@ -1,0 +1,175 @@
+"""The jobs of a Ray cluster by its job API, plain HTTP. A job's metadata says which run it works on."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kftrain.core import storage
+from kftrain.core.progress import PREFIX, STEP, to_log
+from kftrain.errors import LaunchError
+from kftrain.run.job_tasks import JOB_TASKS
+from kftrain.run.paths import RunPaths
+
+REQUEST_SECONDS = 30.0
+
+WAITS = "Ray waits: "
+"""Beginning of a driver's line that says what the job waits for."""
+
+WORKS = "Ray runs the job on "
+"""Beginning of a driver's line that says that it waits no longer."""
+
+ENDED = frozenset(("STOPPED", "SUCCEEDED", "FAILED"))
+"""Ray's words for jobs of which no process is left."""
+
+
+class RayAwayError(LaunchError):
+    """Ray's dashboard cannot be reached or is not well: it may be in a moment, and jobs go on meanwhile."""
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """A job of kftrain as Ray lists it."""
+
+    name: str
+    """Ray's submission id."""
+    state: str
+    """Ray's word for it, such as `PENDING`."""
+    message: str
+    """Ray's words about the state."""
+    exit_code: int | None
+    """Exit code of its driver; None while there is none, and of a driver that was stopped."""
+    submitted_at: float
+    """Seconds since the epoch."""
+    run_uri: str
+    task: str
+    digest: str
+    """Digest of the configuration that the job was started for."""
+    num_nodes: int
+
+    @property
+    def has_ended(self) -> bool:
+        """True if none of its processes is left."""
+        return self.state in ENDED
+
+    @property
+    def number(self) -> int:
+        """Number of the job among those of its task and run, from 1: the end of its name."""
+        return int(self.name.rpartition("-")[2])
+
+    def belongs_to(self, run: str) -> bool:
+        """Tell whether it works on a run, named by its folder or its id."""
+        return self.run_uri == storage.absolute(run) if "/" in run else RunPaths(self.run_uri).run_id == run
+
+
+def parse_job(document: dict[str, Any]) -> RayJob | None:
+    """Parse a job as Ray's API writes it; None for a job of somebody else's."""
+    try:
+        metadata, name = document["metadata"] or {}, document["submission_id"]
+        run_uri, task = str(metadata["run"]), str(metadata["task"])
+        if metadata["kftrain"] != "1" or not (run_uri.isprintable() and task in JOB_TASKS):
+            return None
+        return RayJob(
+            name=str(name),
+            state=str(document["status"]),
+            message=" ".join(str(document["message"] or "").split()),
+            exit_code=document.get("driver_exit_code"),
+            submitted_at=float(document["start_time"] or 0) / 1000,
+            run_uri=run_uri,
+            task=task,
+            digest=str(metadata["digest"]),
+            num_nodes=int(metadata["nodes"]),
+        )
+    except (ValueError, TypeError, KeyError):  # anybody may write any metadata
+        return None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a job has come, as its output says."""
+
+    waits_for: str
+    """Why its nodes are not there, in the driver's words; empty once they are."""
+    has_nodes: bool
+    progress: str
+    """`step 3/40`; empty before the first one."""
+
+
+def read_standing(text: str) -> Standing:
+    """Read how far a job has come from all that its driver has printed."""
+    waits_for, has_nodes, progress = "", False, ""
+    for line in text.splitlines():
+        words = line.partition(PREFIX)[2]
+        if words.startswith(WAITS) and not has_nodes:
+            waits_for = words.removeprefix(WAITS)
+        elif words.startswith(WORKS):
+            waits_for, has_nodes = "", True
+        elif match := STEP.match(words):
+            progress = match[0]
+    return Standing(waits_for, has_nodes, progress)
+
+
+class RayCluster:
+    """The job API of a cluster at an address. Every method raises RayAwayError, or LaunchError with Ray's words."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def read_version(self) -> str:
+        """Return the version of the cluster's Ray."""
+        return str(self._ask("GET", "api/version")["ray_version"])
+
+    def list_jobs(self) -> list[RayJob]:
+        """List kftrain's jobs, those that have ended too, the newest last."""
+        jobs = [job for document in self._ask("GET", "api/jobs/") if (job := parse_job(document)) is not None]
+        return sorted(jobs, key=lambda job: job.submitted_at)
+
+    def submit(self, request: dict[str, Any]) -> None:
+        """Submit a job. Of two requests with the same submission id Ray refuses one."""
+        self._ask("POST", "api/jobs/", request)
+
+    def stop(self, job: RayJob) -> None:
+        """Send SIGTERM to a job's driver; SIGKILL follows when RAY_JOB_STOP_WAIT_TIME_S of its environment is over."""
+        self._ask("POST", f"api/jobs/{job.name}/stop")
+
+    def read_output(self, job: RayJob) -> str:
+        """Return all that a job's driver has printed; empty where it has not begun."""
+        return str(self._ask("GET", f"api/jobs/{job.name}/logs")["logs"] or "")
+
+    def _ask(self, method: str, path: str, content: dict[str, Any] | None = None) -> Any:
+        request = urllib.request.Request(
+            f"{self.address}/{path}",
+            None if content is None else json.dumps(content).encode(),
+            {"Content-Type": "application/json"},
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            lines = error.read().decode(errors="replace").strip().splitlines() or [f"HTTP status {error.code}"]
+            kind = RayAwayError if error.code >= 500 else LaunchError
+            raise kind(re.sub(r"^(\w+\.)*\w+Error: ", "", lines[-1]), where=f"Ray at {self.address}") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise RayAwayError(
+                f"Ray's dashboard does not answer: {error}",
+                where="launch.ray.address",
+                value=self.address,
+                fix="see that the cluster runs, and that this machine reaches it",
+            ) from None
+
+
+@contextlib.contextmanager
+def tolerate_absence() -> Iterator[None]:
+    """Run a block in which the dashboard may be away: that is a warning, as jobs go on without it."""
+    try:
+        yield
+    except RayAwayError as error:
+        to_log(f"warning: {error.line}")
