@@ -497,6 +497,13 @@ MUTANTS = [
         "tests/unit/train/test_micro_batch.py -k begin_small",
     ),
     Mutant(
+        "gradients of micro batches are added up in the format of the computation",
+        "kftrain/parallel/formats.py",
+        "if is_last or self._are_watched:",
+        "if True:",
+        "tests/unit/parallel/test_formats.py -k whatever_the_steps",
+    ),
+    Mutant(
         "a least scale that fp32 rounds up is never reached",
         "kftrain/train/loop.py",
         "float(np.float32(self._config.precision.loss_scale.minimum))",

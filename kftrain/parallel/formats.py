@@ -69,7 +69,7 @@ class WorkingCopies:
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype, several: bool = False) -> None:
-        """`several`: steps have several micro batches, and nobody calls `watch`."""
+        """`several`: steps have several micro batches, and nobody calls `expect`."""
         self._reduce = reduce
         self._masters = list(model.parameters())
         self._copies: list[torch.Tensor] = [
@@ -82,11 +82,11 @@ class WorkingCopies:
         """Gradients of this step so far, by the number of the parameter."""
         self._are_watched = False
         if several:
-            self.watch()
+            self.expect(is_last=False)
 
-    def watch(self) -> None:
-        """Take gradients after each micro batch from now on, not once a step."""
-        if self._are_watched:
+    def expect(self, is_last: bool) -> None:
+        """Take gradients after each micro batch once one was not the last of its step; of an only one they wait."""
+        if is_last or self._are_watched:
             return
         self._are_watched = True
         for number, copy in enumerate(self._copies):

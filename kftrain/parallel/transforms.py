@@ -86,7 +86,7 @@ class Formats:
             copies = functools.cache(lambda: WorkingCopies(distributed.model, compute, reduce, several))
             distributed.around_step.append(lambda: copies().in_place())
             distributed.after_backward.append(lambda: copies().hand_over())
-            distributed.before_micro_batch.append(lambda is_last: None if is_last else copies().watch())
+            distributed.before_micro_batch.append(lambda is_last: copies().expect(is_last))
             distributed.list_gradients = lambda: list(copies().sums.values())
 
 

@@ -29,7 +29,7 @@ from kftrain.errors import ConfigError, UserCodeError
 from kftrain.models.registry import build_model
 from kftrain.parallel import blocks, initialize
 from kftrain.parallel.chunked_logits import ChunkLogits
-from kftrain.parallel.distributed import Distributed
+from kftrain.parallel.distributed import Distributed, Transform
 from kftrain.parallel.formats import DTYPES, cast_inputs
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.strategies import estimate_state_bytes
@@ -121,7 +121,8 @@ def _build_model(training: Training, mesh: Mesh) -> nn.Module:
     names = blocks.find_candidates(model).declared_names
     cast_inputs(model, names, dtype)
     chunks = [ChunkLogits(config.train.loss_chunk_tokens)] if config.train.loss_chunk_tokens else []
-    for transform in [ToDevice(), *chunks, *list_block_transforms(config.train, names)]:
+    transforms: list[Transform] = [ToDevice(), *chunks, *list_block_transforms(config.train, names)]
+    for transform in transforms:
         transform.apply(Distributed(model, mesh), names)
     return model
 

@@ -106,10 +106,11 @@ class Sgd(SkippingOptimizer):
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Update all parameters of a group by one kernel."""
+        (steps,) = self.local_states(parameters, "step")
         torch._fused_sgd_(
             [local(parameter) for parameter in parameters],
             gradients,
-            *(self.local_states(parameters, "momentum_buffer") if group["momentum"] else [[]]),
+            self.local_states(parameters, "momentum_buffer")[0] if group["momentum"] else [],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=group["lr"],
@@ -119,9 +120,7 @@ class Sgd(SkippingOptimizer):
             is_first_step=False,  # the first momentum is the gradient, as from a momentum of 0
             found_inf=None if self.found_inf is None else self.found_inf.to(gradients[0].device),
         )
-        torch._foreach_add_(
-            *self.local_states(parameters, "step"), [self.count_step(gradients[0].device)] * len(parameters)
-        )
+        torch._foreach_add_(steps, [self.count_step(gradients[0].device)] * len(parameters))
 
 
 class AdamW(SkippingOptimizer):

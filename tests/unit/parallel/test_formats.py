@@ -7,6 +7,7 @@ from torch import nn
 
 from kftrain.models.transformer import Transformer
 from kftrain.parallel.activations import CheckpointActivations
+from kftrain.parallel.formats import WorkingCopies
 from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.strategies import resolve_sharding
@@ -117,3 +118,23 @@ def test_no_hook_stays_in_a_step_of_the_built_in_transformer(monkeypatch, attent
         assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 3
         model(torch.arange(6).reshape(2, 3))
         assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["said before each", "from the beginning"])
+def test_gradients_of_micro_batches_are_summed_in_fp32_whatever_the_steps_before_had(several):
+    torch.manual_seed(0)
+    model, parts = nn.Linear(4, 3), [torch.randn(5, 4).bfloat16() for _ in range(2)]
+    copies = WorkingCopies(model, torch.bfloat16, torch.float32, several)
+
+    def take_step(parts):
+        model.zero_grad()
+        with copies.in_place():
+            for number, part in enumerate(parts, start=1):
+                copies.expect(is_last=number == len(parts))
+                model(part).float().square().sum().backward()
+        copies.hand_over()
+        return model.weight.grad.clone()
+
+    first, second = take_step(parts[:1]), take_step(parts[1:])
+    assert torch.equal(take_step(parts), first + second)
+    assert torch.equal(take_step(parts[:1]), first)
