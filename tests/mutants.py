@@ -464,8 +464,15 @@ MUTANTS = [
     Mutant(
         "auto forgets the averages",
         "kftrain/train/micro_batch.py",
-        "return average_bytes + estimate",
-        "return estimate",
+        "return state_bytes + average_bytes + kept_bytes",
+        "return state_bytes + kept_bytes",
+        "tests/unit/train/test_micro_batch.py -k begin_small",
+    ),
+    Mutant(
+        "auto forgets what compression keeps",
+        "kftrain/train/micro_batch.py",
+        "return state_bytes + average_bytes + kept_bytes",
+        "return state_bytes + average_bytes",
         "tests/unit/train/test_micro_batch.py -k begin_small",
     ),
     Mutant(
