@@ -22,6 +22,8 @@ class Site:
     environment: dict = field(default_factory=dict)
     started: str = "-train in namespace"
     """What a launcher prints when the scheduler has its job."""
+    suspended: str = "Queued: suspended"
+    """What a launcher prints of a job that somebody has suspended."""
     waits_for_ever: bool = False
     """True where nothing ends a job that cannot start but somebody's order."""
     is_private: bool = False

@@ -140,7 +140,7 @@ def test_suspended_it_goes_on_where_it_was(site, promise, expect_refusal, tmp_pa
             expect_refusal(ask_refused("suspend", site, run_uri, tmp_path))
             return command.finish()
         kftrain("suspend", run_uri, *site.where, folder=tmp_path)
-        command.wait_for("Queued: suspended")
+        command.wait_for(site.suspended)
         wait_until(lambda: not site.list_alive(run_uri), 60, "the end of the workers")
         kftrain("unsuspend", run_uri, *site.where, folder=tmp_path)
         command.finish()

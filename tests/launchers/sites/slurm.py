@@ -90,6 +90,7 @@ def open_site(request, folder):
                 "launch.processes_per_node": 1,
             },
             started="of Slurm: ",
+            suspended="waits: ",
             waits_for_ever=True,
             is_private=True,
             waiting={"node": ({"launch.slurm.partition": "closed"}, "PartitionDown", 15)},
