@@ -116,6 +116,20 @@ MUTANTS = [
         "tests/unit/launch/kubernetes/test_trainjob.py -k cannot_say",
     ),
     Mutant(
+        "a JobSet waits for its servers, which work until they are told to stop",
+        "kftrain/launch/kubernetes/kinds/jobset.py",
+        '"targetReplicatedJobs": [WORKER]',
+        '"targetReplicatedJobs": []',
+        "tests/unit/launch/kubernetes/test_jobset.py -k complete_when",
+    ),
+    Mutant(
+        "a JobSet starts itself anew beside the launcher that counts",
+        "kftrain/launch/kubernetes/kinds/jobset.py",
+        '"failurePolicy": {"maxRestarts": 0}',
+        '"failurePolicy": {"maxRestarts": 3}',
+        "tests/unit/launch/kubernetes/test_jobset.py -k no_restarts",
+    ),
+    Mutant(
         "an event of an earlier job of the name explains this one",
         "kftrain/launch/kubernetes/states.py",
         "event.name in job.part_names and event.time >= job.created_at",
