@@ -94,11 +94,13 @@ class ScriptSession:
         current = self
         try:
             _run(script)
+            self._watch.close()  # the others wait below while rank 0 exports, however long that takes
             with contextlib.suppress(RuntimeError):  # a rank is gone, whose own error says why
                 self._find_greatest(0)  # the others use the store of rank 0 to their end
             self._require_end()
         finally:
             current = self._group = None
+            self._watch.close()  # first: a last beat that is watched would be taken for a hang
             self._liveness.close()
             if dist.is_initialized():  # a process that exits with gloo alive dies of SIGABRT
                 dist.destroy_process_group()

@@ -101,7 +101,7 @@ def test_a_script_that_was_changed_is_not_run_and_is_another_training(tmp_path):
     [
         ("train.command=[torchrun, x.py]", "kftrain starts the processes"),
         ("train.command=[-m]", "kftrain starts the processes"),
-        ("parallel.strategy=fsdp", "parallel is of kftrain's own training loop"),
+        ("parallel.tensor=2", "parallel is of kftrain's own training loop"),
         ("train.from=champion", "train.from is of kftrain's own training loop"),
     ],
 )
