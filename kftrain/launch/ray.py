@@ -29,7 +29,7 @@ from kftrain.errors import (
 )
 from kftrain.launch.base import JobStatus, Request
 from kftrain.launch.local import remove_temporary_files
-from kftrain.launch.ray_jobs import RayAwayError, RayCluster, RayJob, read_standing, tolerate_absence
+from kftrain.launch.ray_jobs import RayAwayError, RayCluster, RayJob, read_job_standing, ride_out_absence
 from kftrain.launch.ray_settings import RayConfig
 from kftrain.launch.spec import JobSpec
 from kftrain.process.signals import INTERRUPT, STOP, handle_signals
@@ -65,7 +65,7 @@ class RayLauncher:
 
     def build(self, spec: JobSpec) -> Request:
         """Build the request of the run's first job: see `Launcher.build`."""
-        content = build_submission(spec, self._settings, number=1)
+        content = build_job_request(spec, self._settings, number=1)
         address = shlex.quote(f"{self._settings.address}/api/jobs/")
         header = "'Content-Type: application/json'"
         text = f"curl --fail-with-body {address} -H {header} -d {shlex.quote(json.dumps(content, indent=2))}\n"
@@ -158,7 +158,7 @@ class RayLauncher:
                         raise OtherJobError("a job with another configuration works on this run", where=spec.run_uri)
                     to_log(f"job {job.name} {'of Ray' if submitted else 'is there already: following it'}: {spec.size}")
                     return job
-                request = build_submission(spec, self._settings, job.number + 1 if job else 1)
+                request = build_job_request(spec, self._settings, job.number + 1 if job else 1)
                 submitted = request["submission_id"]  # before: an answer that is lost leaves a job all the same
                 self._cluster.submit(request)
             except RayAwayError as error:  # or another launcher was faster, and has taken the number
@@ -174,7 +174,7 @@ class RayLauncher:
         while True:
             self._require_lead(spec)
             current: RayJob | None = job
-            with tolerate_absence():
+            with ride_out_absence():
                 current = next((other for other in self._cluster.list_jobs() if other.name == job.name), None)
                 if current is None:
                     to_log(f"job {job.name}: Ray does not know it any more")
@@ -228,7 +228,7 @@ class RayLauncher:
         return [job.name for job in jobs]
 
     def _make_status(self, job: RayJob) -> JobStatus:
-        standing = read_standing(self._cluster.read_output(job))
+        standing = read_job_standing(self._cluster.read_output(job))
         return JobStatus(
             run=RunPaths(job.run_uri).run_id,
             task=job.task,
@@ -249,7 +249,7 @@ def build_launcher(config: Config) -> RayLauncher:
     return RayLauncher(config)
 
 
-def build_submission(spec: JobSpec, settings: RayConfig, number: int) -> dict[str, Any]:
+def build_job_request(spec: JobSpec, settings: RayConfig, number: int) -> dict[str, Any]:
     """Build the body of `POST /api/jobs/` for a run's job of this number. Raises LaunchError for roles of servers."""
     if spec.others:
         raise LaunchError(

@@ -160,6 +160,7 @@ def start_actor(group: PlacementGroup, bundle: dict[str, float], rank: int) -> A
         num_gpus=bundle.get("GPU", 0),
         resources=others,
         max_concurrency=3,
+        runtime_env={"env_vars": {"RAY_worker_niceness": "0"}},  # else 15: whatever else runs would starve a training
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
     )
     return options.remote()

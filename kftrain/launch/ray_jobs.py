@@ -92,17 +92,17 @@ def parse_job(document: dict[str, Any]) -> RayJob | None:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How far a job has come, as its output says."""
+class JobStanding:
+    """Progress of a job, read from its output."""
 
     waits_for: str
-    """Why its nodes are not there, in the driver's words; empty once they are."""
+    """The driver's words about missing nodes; empty once all are there."""
     has_nodes: bool
     progress: str
     """`step 3/40`; empty before the first one."""
 
 
-def read_standing(text: str) -> Standing:
+def read_job_standing(text: str) -> JobStanding:
     """Read how far a job has come from all that its driver has printed."""
     waits_for, has_nodes, progress = "", False, ""
     for line in text.splitlines():
@@ -113,7 +113,7 @@ def read_standing(text: str) -> Standing:
             waits_for, has_nodes = "", True
         elif match := STEP.match(words):
             progress = match[0]
-    return Standing(waits_for, has_nodes, progress)
+    return JobStanding(waits_for, has_nodes, progress)
 
 
 class RayCluster:
@@ -167,7 +167,7 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def tolerate_absence() -> Iterator[None]:
+def ride_out_absence() -> Iterator[None]:
     """Run a block in which the dashboard may be away: that is a warning, as jobs go on without it."""
     try:
         yield

@@ -82,7 +82,6 @@ class LaunchConfig(Section):
     @property
     def gpus_per_node(self) -> int:
         """GPUs required per node; 0 uses whatever is present."""
-        if not self.is_remote:
-            return 0
-        section = self.kubernetes if self.has_pods else {"slurm": self.slurm, "ray": self.ray}[self.backend]
-        return section.gpus_per_node
+        if self.has_pods:
+            return self.kubernetes.gpus_per_node
+        return {"slurm": self.slurm.gpus_per_node, "ray": self.ray.gpus_per_node}.get(self.backend, 0)

@@ -14,7 +14,7 @@ from kftrain import config
 from kftrain.errors import ConfigError, FencedError, LaunchError, OtherJobError
 from kftrain.launch import ray
 from kftrain.launch.base import build_launcher
-from kftrain.launch.ray_jobs import parse_job, read_standing
+from kftrain.launch.ray_jobs import parse_job, read_job_standing
 from kftrain.launch.spec import JobSpec, Role
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "ray.json"
@@ -71,8 +71,8 @@ def test_jobs_of_others_are_none_of_ours():
 
 def test_the_output_says_how_far_a_job_has_come():
     waits = "noise\nkftrain| Ray waits: NO_RESOURCES: two\n"
-    assert read_standing(waits).waits_for == "NO_RESOURCES: two"
-    standing = read_standing(f"{waits}kftrain| Ray runs the job on a, b\n[rank 0] kftrain| step 3/40: loss 1\nend")
+    assert read_job_standing(waits).waits_for == "NO_RESOURCES: two"
+    standing = read_job_standing(f"{waits}kftrain| Ray runs the job on a, b\n[rank 0] kftrain| step 3/40: loss 1\nend")
     assert (standing.waits_for, standing.has_nodes, standing.progress) == ("", True, "step 3/40")
 
 
@@ -81,7 +81,10 @@ class Dashboard(http.server.ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.jobs, self.output, self.requests, self.num_failures = [], "", [], 0
+        self.jobs = []
+        self.output = ""
+        self.requests = []
+        self.num_failures = 0
         self.on_submit = lambda content: None
 
 
