@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "each process takes its own micro batch",
         "kftrain/train/micro_batch.py",
-        "rows = min(mesh.world.gather(answers[0]))",
-        "rows = answers[0]",
+        "rows = min(gather_results(mesh.world, lambda: find_rows(training, mesh)))",
+        "rows = find_rows(training, mesh)",
         "tests/unit/train/test_micro_batch.py -k smallest",
     ),
     Mutant(
@@ -562,9 +562,9 @@ MUTANTS = [
     Mutant(
         "AdamW keeps the memory that its parameters had at the first step",
         "kftrain/train/optimizer_kinds.py",
-        '        weights, moments = [local(parameter) for parameter in parameters], ("exp_avg", "exp_avg_sq")\n',
-        '        moments = ("exp_avg", "exp_avg_sq")\n'
-        "        weights = vars(self).setdefault(str(id(group)), [local(each.detach()) for each in parameters])\n",
+        "        weights = [local(parameter) for parameter in parameters]\n        self.compute(",
+        "        weights = vars(self).setdefault(str(id(group)), [local(each.detach()) for each in parameters])\n"
+        "        self.compute(",
         "tests/unit/train/test_optimizer_adamw.py -k other_memory",
     ),
     Mutant(

@@ -51,11 +51,15 @@ class ScriptSession:
         self, training: Training, stop: StopRequest, world: World, attempt: int, loaded: Loaded | None
     ) -> None:
         """Fetch the files of the checkpoint to each node. Collective; the world may end afterwards."""
-        self._training, self._stop, self._attempt, self._start = training, stop, attempt, time.monotonic()
-        self._rank, self._local_rank, self._node = (
-            int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")
-        )
-        self._size, self._num_nodes = world.size, world.size // int(os.environ["LOCAL_WORLD_SIZE"])
+        self._training = training
+        self._stop = stop
+        self._attempt = attempt
+        self._start = time.monotonic()
+        self._rank = int(os.environ["RANK"])
+        self._local_rank = int(os.environ["LOCAL_RANK"])
+        self._node = int(os.environ["GROUP_RANK"])
+        self._size = world.size
+        self._num_nodes = world.size // int(os.environ["LOCAL_WORLD_SIZE"])
         self.folder = Path(os.environ[ERROR_FILE_ENV]).parent
         """Folder of the attempt on this node. The supervisor deletes it, however the ranks end."""
         self._store = dist.PrefixStore("kftrain", world.store)  # type: ignore[attr-defined]
@@ -63,11 +67,13 @@ class ScriptSession:
         self._group: Any = dist.ProcessGroupGloo(self._store, self._rank, self._size, timeout=patience)
         self._resume = self.folder / "resume" if loaded else None
         world.agree(lambda: self._fetch(loaded))
-        self._last_step = self._committed_step = loaded.manifest.step if loaded else 0
+        self._last_step = loaded.manifest.step if loaded else 0
+        self._committed_step = self._last_step
         self._recorder = Recorder(loaded.history if loaded else [], None, training.config.train.steps)
         self._liveness = Liveness(lambda: None, training.config.launch.timeout_seconds, counts_always=True)
         self._watch = contextlib.ExitStack()
-        self._is_watched = self._is_complete = False
+        self._is_watched = False
+        self._is_complete = False
 
     @property
     def is_main(self) -> bool:

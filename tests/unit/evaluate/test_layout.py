@@ -91,7 +91,8 @@ class LargestLogits(TorchDispatchMode):
 
     def __init__(self, num_classes):
         super().__init__()
-        self.num_classes, self.num_tokens = num_classes, 0
+        self.num_classes = num_classes
+        self.num_tokens = 0
 
     def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
         made = operation(*arguments, **(keywords or {}))
