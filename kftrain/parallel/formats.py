@@ -114,8 +114,8 @@ class WorkingCopies:
         self.sums.clear()
         if not self._are_watched:
             for master, copy in zip(self._masters, self._copies, strict=True):
-                if copy.grad is not None:
-                    master.grad = spread_like(master, copy.grad.to(self._reduce).to(master.dtype))
+                if (gradient := copy.grad) is not None:
+                    master.grad = spread_like(master, gradient.to(self._reduce).to(master.dtype))
                     copy.grad = None
 
     def _take_gradient(self, number: int, copy: torch.Tensor) -> None:
