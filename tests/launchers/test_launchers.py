@@ -113,7 +113,8 @@ def test_logs_go_on_through_a_replaced_worker(site, promise, expect_refusal, tmp
     with training(site, tmp_path) as (run_uri, command):
         if promise in site.refused:
             expect_refusal(ask_refused("logs", site, run_uri, tmp_path))
-            return command.finish()
+            command.finish()
+            return
         with running("logs", run_uri, "-f", *site.where, folder=tmp_path) as logs:
             logs.wait_for("step 1/")
             site.kill_worker(run_uri, rank=site.nodes - 1)
@@ -138,7 +139,8 @@ def test_suspended_it_goes_on_where_it_was(site, promise, expect_refusal, tmp_pa
     with training(site, tmp_path) as (run_uri, command):
         if promise in site.refused:
             expect_refusal(ask_refused("suspend", site, run_uri, tmp_path))
-            return command.finish()
+            command.finish()
+            return
         kftrain("suspend", run_uri, *site.where, folder=tmp_path)
         command.wait_for(site.suspended)
         wait_until(lambda: not site.list_alive(run_uri), 60, "the end of the workers")
