@@ -206,7 +206,7 @@ def report(step: int, metrics: Mapping[str, float]) -> None:
 def should_stop() -> bool:
     """Tell a script whether it is asked to stop: it should commit and end. Then the next attempt goes on from there.
 
-    Collective over torch's process group, if there is one, so that all ranks stop at the same step.
+    Collective over all ranks, so that they stop at the same step. Raises LaunchError in a process that is no rank.
     """
     session = _find_session()
     return session is not None and session.should_stop()
