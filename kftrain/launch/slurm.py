@@ -130,7 +130,8 @@ class SlurmLauncher:
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write what the last job has printed on all its nodes, in all its restarts: see `Jobs.logs`."""
         uri = storage.absolute(run)
-        folder, output = _make_folder_path(uri), None
+        folder = _make_folder_path(uri)
+        output: LogLines | None = None
         while True:
             # Before the look at the files: what is printed last is read, too. A launcher may begin another attempt.
             is_there = follow and (
@@ -205,6 +206,8 @@ class SlurmLauncher:
                 if active and active[0].digest != spec.config_digest:
                     raise OtherJobError("a job with another configuration works on this run", where=spec.run_uri)
                 if active:
+                    if not job_id:
+                        to_log(f"job {active[0].job_id} of Slurm is there already: following it")
                     return active[0]
                 if not job_id:
                     job_id = (

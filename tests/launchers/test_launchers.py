@@ -1,5 +1,6 @@
 """The promises of every launcher, kept by real processes: what is asked of one backend is asked of all."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -32,6 +33,22 @@ def prepare(site, changes, folder):
     """A run of the site whose data is there."""
     pairs = {**site.settings, "launch.nodes": site.nodes, **changes}
     return kftrain("shard", *options(pairs), folder=folder)["run_uri"]
+
+
+@contextlib.contextmanager
+def training(site, folder, changes=SLOW, until=COMMITTED):
+    """The URI of a new run of the site and the command that trains it, as soon as it says `until`."""
+    run_uri = prepare(site, changes, folder)
+    with running("train", run_uri, folder=folder) as command:
+        command.wait_for(until)
+        yield run_uri, command
+
+
+def ask_refused(verb, site, run_uri, folder):
+    """What a verb of `kftrain` says that is refused for a job at work."""
+    with running(verb, run_uri, *site.where, folder=folder) as command:
+        command.finish(code=13)
+    return command.output
 
 
 def see(site, run_uri, *arguments):
@@ -68,9 +85,7 @@ def test_the_request_that_is_shown_is_taken(site, promise, tmp_path):
 
 @pytest.mark.promise("found")
 def test_anybody_sees_it(site, promise, tmp_path):
-    run_uri = prepare(site, SLOW, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    with training(site, tmp_path) as (run_uri, command):
         (job,) = see(site, run_uri)
         command.finish()
     assert (job["task"], job["state"]) == ("train", "Training")
@@ -82,9 +97,8 @@ def test_anybody_sees_it(site, promise, tmp_path):
 @pytest.mark.parametrize("case", ["image", "node", "claim", "namespace"])
 def test_why_it_waits_is_said(case, site, promise, tmp_path):
     changes, words, seconds = site.waiting[case] if case in site.waiting else pytest.skip(f"no such case: {case}")
-    run_uri = prepare(site, {**FAULTY, **changes, "launch.kubernetes.start_timeout_seconds": 15}, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(site.started)
+    changes = {**FAULTY, **changes, "launch.kubernetes.start_timeout_seconds": 15}
+    with training(site, tmp_path, changes, until=site.started) as (run_uri, command):
         start = time.monotonic()
         command.wait_for(words, 60)
         assert time.monotonic() - start < seconds
@@ -96,14 +110,11 @@ def test_why_it_waits_is_said(case, site, promise, tmp_path):
 
 @pytest.mark.promise("logs")
 def test_logs_go_on_through_a_replaced_worker(site, promise, expect_refusal, tmp_path):
-    run_uri = prepare(site, SLOW, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    with training(site, tmp_path) as (run_uri, command):
         if promise in site.refused:
-            with running("logs", run_uri, *site.where, folder=tmp_path) as logs:
-                logs.finish(code=13)
+            expect_refusal(ask_refused("logs", site, run_uri, tmp_path))
             command.finish()
-            return expect_refusal(logs.output)
+            return
         with running("logs", run_uri, "-f", *site.where, folder=tmp_path) as logs:
             logs.wait_for("step 1/")
             site.kill_worker(run_uri, rank=site.nodes - 1)
@@ -115,9 +126,7 @@ def test_logs_go_on_through_a_replaced_worker(site, promise, expect_refusal, tmp
 
 @pytest.mark.promise("cancel")
 def test_cancel_commits_and_leaves_nothing(site, promise, tmp_path):
-    run_uri = prepare(site, {**SLOW, "train.steps": 400}, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    with training(site, tmp_path, {**SLOW, "train.steps": 400}) as (run_uri, command):
         kftrain("cancel", run_uri, *site.where, folder=tmp_path)
         assert not site.list_alive(run_uri), "cancel returned before the last process had ended"
         assert command.process.wait(60) in (13, 143)
@@ -127,14 +136,11 @@ def test_cancel_commits_and_leaves_nothing(site, promise, tmp_path):
 
 @pytest.mark.promise("suspend")
 def test_suspended_it_goes_on_where_it_was(site, promise, expect_refusal, tmp_path):
-    run_uri = prepare(site, SLOW, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    with training(site, tmp_path) as (run_uri, command):
         if promise in site.refused:
-            with running("suspend", run_uri, *site.where, folder=tmp_path) as suspend:
-                suspend.finish(code=13)
+            expect_refusal(ask_refused("suspend", site, run_uri, tmp_path))
             command.finish()
-            return expect_refusal(suspend.output)
+            return
         kftrain("suspend", run_uri, *site.where, folder=tmp_path)
         command.wait_for(site.suspended)
         wait_until(lambda: not site.list_alive(run_uri), 60, "the end of the workers")
@@ -146,9 +152,7 @@ def test_suspended_it_goes_on_where_it_was(site, promise, expect_refusal, tmp_pa
 
 @pytest.mark.promise("adopted")
 def test_the_next_launcher_adopts_the_job(site, promise, tmp_path):
-    run_uri = prepare(site, SLOW, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as first:
-        first.wait_for(COMMITTED)
+    with training(site, tmp_path) as (run_uri, first):
         first.kill()
     with running("train", run_uri, folder=tmp_path) as second:
         second.wait_for("is there already: following it")
@@ -159,11 +163,8 @@ def test_the_next_launcher_adopts_the_job(site, promise, tmp_path):
 
 @pytest.mark.promise("two launchers")
 def test_of_two_launchers_one_runs_the_job(site, promise, tmp_path):
-    run_uri = prepare(site, SLOW, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as first:
-        first.wait_for(COMMITTED)
-        with running("train", run_uri, folder=tmp_path) as second:
-            codes = sorted([first.process.wait(300), second.process.wait(300)])
+    with training(site, tmp_path) as (run_uri, first), running("train", run_uri, folder=tmp_path) as second:
+        codes = sorted([first.process.wait(300), second.process.wait(300)])
     assert codes == [0, 17], first.output + second.output
     assert_every_step_was_taken(run_uri, attempts.find_last_attempt(RunPaths(run_uri)))
     assert_nothing_is_left(site, run_uri)
@@ -171,9 +172,7 @@ def test_of_two_launchers_one_runs_the_job(site, promise, tmp_path):
 
 @pytest.mark.promise("worker killed")
 def test_a_killed_worker_costs_one_attempt(site, promise, tmp_path):
-    run_uri = prepare(site, SLOW, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    with training(site, tmp_path) as (run_uri, command):
         site.kill_worker(run_uri, rank=site.nodes - 1)
         command.finish()
     assert "going on after step" in command.output
@@ -183,9 +182,7 @@ def test_a_killed_worker_costs_one_attempt(site, promise, tmp_path):
 
 @pytest.mark.promise("preempted")
 def test_a_worker_that_is_told_to_go_commits(site, promise, tmp_path):
-    run_uri = prepare(site, SLOW, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    with training(site, tmp_path) as (run_uri, command):
         time.sleep(3)  # of 0.5 s a step
         site.stop_worker(run_uri)
         command.finish()
@@ -194,33 +191,24 @@ def test_a_worker_that_is_told_to_go_commits(site, promise, tmp_path):
     assert_every_step_was_taken(run_uri, 2)
 
 
-@pytest.mark.promise("user error")
-def test_an_error_of_the_users_code_ends_it(site, promise, tmp_path):
-    run_uri = prepare(site, {**FAULTY, "task.fault": "raise"}, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.finish(code=16)
-    assert "the model is not right" in command.output
-    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1
-    assert_nothing_is_left(site, run_uri)
+RETRYABLE = {"task.fault": "retryable", "task.at_call": 2, "launch.max_restarts_without_progress": 1}
 
 
-@pytest.mark.promise("diverged")
-def test_a_loss_that_is_not_finite_ends_it(site, promise, tmp_path):
-    run_uri = prepare(site, {**FAULTY, "task.fault": "diverge"}, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.finish(code=19)
-    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1
-    assert_nothing_is_left(site, run_uri)
-
-
-@pytest.mark.promise("retries end")
-def test_a_failure_that_comes_back_ends_it(site, promise, tmp_path):
-    changes = {"task.fault": "retryable", "task.at_call": 2, "launch.max_restarts_without_progress": 1}
+@pytest.mark.parametrize(
+    ("changes", "code", "words", "num_attempts"),
+    [
+        pytest.param({"task.fault": "raise"}, 16, "the model is not right", 1, marks=pytest.mark.promise("user error")),
+        pytest.param({"task.fault": "diverge"}, 19, "", 1, marks=pytest.mark.promise("diverged")),
+        pytest.param(RETRYABLE, 13, "a passing fault", 2, marks=pytest.mark.promise("retries end")),
+    ],
+    ids=["user-error", "diverged", "retries-end"],
+)
+def test_a_failure_ends_it(site, promise, changes, code, words, num_attempts, tmp_path):
     run_uri = prepare(site, {**FAULTY, **changes}, tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
-        command.finish(code=13)
-    assert "a passing fault" in command.output
-    assert attempts.find_last_attempt(RunPaths(run_uri)) == 2
+        command.finish(code=code)
+    assert words in command.output
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == num_attempts
     assert_nothing_is_left(site, run_uri)
 
 
@@ -242,9 +230,7 @@ def test_a_role_of_servers_runs_or_is_refused(site, promise, expect_refusal):
 @pytest.mark.promise("storage away")
 def test_an_outage_of_storage_costs_no_attempt(site, promise, request, tmp_path):
     store = request.getfixturevalue("store")
-    run_uri = prepare(site, SLOW, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    with training(site, tmp_path) as (run_uri, command):
         store.pause()
         try:
             time.sleep(20)
@@ -256,9 +242,7 @@ def test_an_outage_of_storage_costs_no_attempt(site, promise, request, tmp_path)
 
 @pytest.mark.promise("garbage")
 def test_gc_takes_what_nobody_follows(site, promise, tmp_path):
-    run_uri = prepare(site, {**SLOW, "train.steps": 400}, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    with training(site, tmp_path, {**SLOW, "train.steps": 400}) as (run_uri, command):
         command.kill()
     kftrain("gc", *site.where, folder=tmp_path)
     assert site.list_alive(run_uri), "a laptop that sleeps for a while loses its job"
@@ -269,9 +253,7 @@ def test_gc_takes_what_nobody_follows(site, promise, tmp_path):
 
 @pytest.mark.promise("controller away")
 def test_nobody_works_on_the_job_for_two_minutes(site, promise, disturb, tmp_path):
-    run_uri = prepare(site, {**SLOW, "task.slow_seconds": 2.0}, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    with training(site, tmp_path, {**SLOW, "task.slow_seconds": 2.0}) as (run_uri, command):
         with site.disturb_controller():
             time.sleep(120)
         command.finish()
@@ -281,9 +263,8 @@ def test_nobody_works_on_the_job_for_two_minutes(site, promise, disturb, tmp_pat
 
 @pytest.mark.promise("node lost")
 def test_a_node_dies(site, promise, disturb, tmp_path):
-    run_uri = prepare(site, {**SLOW, "task.slow_seconds": 1.0, "launch.timeout_seconds": 60}, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for(COMMITTED)
+    slower = {**SLOW, "task.slow_seconds": 1.0, "launch.timeout_seconds": 60}
+    with training(site, tmp_path, slower) as (run_uri, command):
         site.lose_node(run_uri, site.nodes - 1, disturb)
         command.finish(seconds=900)
     assert "going on after step" in command.output

@@ -61,9 +61,8 @@ class JobSet(Kind):
 
     def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
         """Return role -> number of pods: see `Kind.count_replicas`."""
-        return {
-            role["name"]: role["template"]["spec"].get("completions") or 1 for role in job["spec"]["replicatedJobs"]
-        }
+        roles = job["spec"].get("replicatedJobs") or []
+        return {role["name"]: role["template"]["spec"].get("completions") or 1 for role in roles} or {WORKER: 1}
 
     def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         """Return a template for each role: see `Kind.list_pod_templates`."""

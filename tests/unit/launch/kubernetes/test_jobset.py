@@ -92,6 +92,7 @@ def test_the_workers_meet_below_its_service_and_the_names_of_pods_fit():
 
 def test_a_job_tells_its_roles_and_for_which_configuration_it_was_started():
     assert KIND.count_replicas(build()) == {"worker": 2, "server": 3}
+    assert KIND.count_replicas({"spec": {}}) == {"worker": 1}, "somebody else's"
     assert KIND.read_config_digest(build()) == resolve()[1].digest()
 
 
