@@ -56,7 +56,7 @@ class RayLauncher:
     def __init__(self, config: Config) -> None:
         self.interrupted = False
         self._settings = config.launch.ray
-        self._cluster = RayCluster(config.launch.ray.address)
+        self._cluster = RayCluster(config.launch.ray.dashboard)
         self._token = uuid.uuid4().hex
 
     def check(self) -> None:
@@ -66,7 +66,7 @@ class RayLauncher:
     def build(self, spec: JobSpec) -> Request:
         """Build the request of the run's first job: see `Launcher.build`."""
         content = build_job_request(spec, self._settings, number=1)
-        address = shlex.quote(f"{self._settings.address}/api/jobs/")
+        address = shlex.quote(f"{self._settings.dashboard}/api/jobs/")
         header = "'Content-Type: application/json'"
         text = f"curl --fail-with-body {address} -H {header} -d {shlex.quote(json.dumps(content, indent=2))}\n"
         return Request(content, text)

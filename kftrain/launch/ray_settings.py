@@ -10,7 +10,7 @@ from kftrain.settings.section import Amount, Count, KeepsTraining, Section
 
 
 def _require_http(address: str) -> str:
-    if not address.startswith(("http://", "https://")):
+    if address and not address.startswith(("http://", "https://")):
         raise ValueError("it is no address of Ray's dashboard, such as http://head:8265 (ray:// is another protocol)")
     return address.rstrip("/")
 
@@ -18,8 +18,8 @@ def _require_http(address: str) -> str:
 class RayConfig(Section):
     """A job of a Ray cluster."""
 
-    address: KeepsTraining[Annotated[str, AfterValidator(_require_http)]] = "http://127.0.0.1:8265"
-    """Address of the cluster's dashboard, which takes jobs."""
+    address: KeepsTraining[Annotated[str, AfterValidator(_require_http)]] = ""
+    """Address of the cluster's dashboard, which takes jobs; empty: the one of this machine, at Ray's usual port."""
     cpus_per_node: KeepsTraining[Count] = 1
     """CPUs, as Ray counts them, on every node."""
     gpus_per_node: KeepsTraining[Amount] = 0
@@ -28,3 +28,8 @@ class RayConfig(Section):
     """Further resources that every node must have, such as `accelerator_type:A100: 0.001`."""
     python: KeepsTraining[Annotated[str, Field(min_length=1)]] = "python"
     """Python with kftrain and Ray on the nodes."""
+
+    @property
+    def dashboard(self) -> str:
+        """Address of the dashboard, given or not."""
+        return self.address or "http://127.0.0.1:8265"

@@ -132,24 +132,32 @@ def test_a_start_that_takes_long_because_the_data_is_verified_is_not_given_up(la
     assert one.finish() == 0
 
 
-def test_a_start_that_storage_holds_up_is_not_given_up(launch, namespace, monkeypatch, clock):
-    """Pods come and go while storage is away, here too; afterwards the start has all its time again."""
+@pytest.mark.parametrize("has_looked", [False, True])
+def test_a_start_that_storage_holds_up_is_not_given_up(has_looked, launch, namespace, monkeypatch, clock):
+    """Pods come and go while storage is away, here too; afterwards the start has all its time again.
+
+    Storage goes away before the launcher has counted the attempts, or afterwards: then it asks only when it is late.
+    """
     one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
-    list_names, looks = storage.list_names, []
+    list_names, refused = storage.list_names, []
 
     def away(uri):
-        looks.append(uri)
+        refused.append(uri)
         raise RetryableError(f"{UNREACHABLE}: ConnectionError: refused", where=uri)
 
+    if has_looked:
+        one.wait_for("Scheduling")
+        one.settle(namespace)
     with monkeypatch.context() as patched:
         patched.setattr(storage, "list_names", away)
         namespace.make_pods(JOB)
         for _ in range(3):
+            num_refused = len(refused)
             clock.sleep(61.0)
-            seen = len(looks)
-            wait_until(lambda seen=seen: len(looks) > seen + 3)
-        one.settle(namespace)
+            wait_until(lambda before=num_refused: len(refused) > before)
+            one.settle(namespace)
+            assert one.is_running
     namespace.run_pods(JOB)
     namespace.step(JOB, 1, 20)
     one.wait_for("Training")
