@@ -30,6 +30,8 @@ class Site:
     """True where nobody else uses the cluster: tests break it without being asked to."""
     where: tuple = ()
     """Further arguments of `kftrain status` and its like, such as a namespace."""
+    store: object = None
+    """The object store below the storage root, where it is not the one that all clusters share."""
 
     def list_alive(self, run_uri):
         """Names of what of a run's jobs still works: pods, processes."""

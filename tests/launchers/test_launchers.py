@@ -229,7 +229,7 @@ def test_a_role_of_servers_runs_or_is_refused(site, promise, expect_refusal):
 
 @pytest.mark.promise("storage away")
 def test_an_outage_of_storage_costs_no_attempt(site, promise, request, tmp_path):
-    store = request.getfixturevalue("store")
+    store = site.store or request.getfixturevalue("store")
     with training(site, tmp_path) as (run_uri, command):
         store.pause()
         try:
