@@ -7,6 +7,7 @@ job, and the other one ends.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import time
 import uuid
@@ -80,18 +81,19 @@ class RayLauncher(SchedulerLauncher[RayJob]):
             raise LaunchError("Ray knows no such job of this run", where=run, value=task)
         read_lines, ended_at = self._open_output(job), None
         while True:
-            for line in read_lines():
-                write(line)
-            if not follow or (job.has_ended and job.state != "FAILED"):
-                return
-            latest = self._find_job(run, task) or job
-            if latest.job_id != job.job_id:
-                read_lines, ended_at = self._open_output(latest), None
-            elif job.has_ended:
-                ended_at = ended_at or time.monotonic()
-                if time.monotonic() - ended_at > NEXT_SECONDS:
+            with scheduler.tolerate_absence(math.inf if follow else 0.0):
+                for line in read_lines():
+                    write(line)
+                if not follow or (job.has_ended and job.state != "FAILED"):
                     return
-            job = latest
+                latest = self._find_job(run, task) or job
+                if latest.job_id != job.job_id:
+                    read_lines, ended_at = self._open_output(latest), None
+                elif job.has_ended:
+                    ended_at = ended_at or time.monotonic()
+                    if time.monotonic() - ended_at > NEXT_SECONDS:
+                        return
+                job = latest
             time.sleep(scheduler.POLL_SECONDS)
 
     def _find_job(self, run: str, task: str) -> RayJob | None:

@@ -113,7 +113,9 @@ def open_site(request, folder):
                 "suspend": "a job of Ray cannot be suspended",
                 "servers": "the ray backend has workers alone",
             },
-            not_run={"garbage": "kftrain gc looks at jobs of Kubernetes; a job of Ray ends by itself"},
+            not_run={
+                "garbage": "kftrain gc looks at jobs of Kubernetes; a job of Ray that nobody follows goes on to its end"
+            },
             started="of Ray: ",
             waits_for_ever=True,
             is_private=True,
