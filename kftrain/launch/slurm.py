@@ -6,20 +6,17 @@ there or not. A launcher that is killed leaves the job: the next one of the same
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-import jinja2
-
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import to_log
 from kftrain.errors import FIRST_RETRYABLE_CODE, FailureClass, LaunchError, OtherJobError, Preempted, RetryableError
-from kftrain.launch import slurm_queue
+from kftrain.launch import slurm_queue, slurm_script
 from kftrain.launch.base import JobStatus, Request
 from kftrain.launch.local import remove_temporary_files
 from kftrain.launch.slurm_queue import LogLines, SlurmJob
@@ -54,7 +51,16 @@ class SlurmLauncher:
     def check(self) -> None:
         """Raise LaunchError if no such jobs can be started from here: see `Launcher.check`."""
         slurm_queue.require_commands()
-        _require_shared_folder(self._config.run.storage_root)
+        slurm_script.require_shared_folder(self._config.run.storage_root)
+        if self._config.launch.slurm.container == "pyxis" and "--container-image" not in slurm_queue.ask_slurm(
+            ["srun", "--help"]
+        ):
+            raise LaunchError(
+                "srun of this cluster has no pyxis",
+                where="launch.slurm.container",
+                value="pyxis",
+                fix="its administrator installs https://github.com/NVIDIA/pyxis; or use apptainer",
+            )
         if "proctrack/linuxproc" in slurm_queue.ask_slurm(["scontrol", "show", "config"]):
             raise LaunchError(
                 "this cluster signals every process of a job, so that workers could not commit",
@@ -65,18 +71,7 @@ class SlurmLauncher:
 
     def build(self, spec: JobSpec) -> Request:
         """Build the command line of sbatch and the script that it reads: see `Launcher.build`."""
-        if spec.others:
-            raise LaunchError(
-                "the slurm backend has workers alone",
-                where="launch.backend",
-                value=", ".join(role.name for role in spec.others),
-                fix="launch it with a backend that runs all of them: launch.backend=local",
-            )
-        _require_shared_folder(spec.run_uri)
-        command, script = self._build_command(spec), self._build_script(spec)
-        end = f"END_{storage.sha256_text(script)[:16]}"  # which the script cannot have as a line
-        text = f"{shlex.join(command)} <<'{end}'\n{script}{end}\n"
-        return Request({"command": command, "script": script}, text)
+        return slurm_script.build_request(spec, self._config)
 
     def prepare(self, spec: JobSpec) -> None:
         """Prepare nothing: a job that waits would hold its nodes."""
@@ -130,7 +125,7 @@ class SlurmLauncher:
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write what the last job has printed on all its nodes, in all its restarts: see `Jobs.logs`."""
         uri = storage.absolute(run)
-        folder = _make_folder_path(uri)
+        folder = slurm_script.make_folder_path(uri)
         output: LogLines | None = None
         while True:
             # Before the look at the files: what is printed last is read, too. A launcher may begin another attempt.
@@ -153,39 +148,6 @@ class SlurmLauncher:
             if not is_there:
                 return
             time.sleep(slurm_queue.POLL_SECONDS)
-
-    def _build_command(self, spec: JobSpec) -> list[str]:
-        settings, workers = self._config.launch.slurm, spec.workers
-        texts = {
-            "--partition": settings.partition,
-            "--account": settings.account,
-            "--constraint": settings.constraint,
-            "--reservation": settings.reservation,
-            "--cpus-per-task": settings.cpus_per_node,
-            "--gpus-per-node": settings.gpus_per_node,
-            "--time": settings.time_limit_minutes,
-        }
-        return [
-            *("sbatch", "--parsable", f"--job-name={RunPaths(spec.run_uri).run_id}-{spec.task}"),
-            f"--comment={slurm_queue.make_comment(spec.run_uri, spec.task, spec.config_digest)}",
-            # Relative to the folder: Slurm would replace a % in its path.
-            *(f"--chdir={_make_folder_path(spec.run_uri)}", f"--output={spec.task}-%j.log", "--open-mode=append"),
-            *(f"--nodes={workers.replicas}", "--ntasks-per-node=1", "--requeue"),
-            f"--signal=B:TERM@{settings.commit_seconds}",
-            *(f"{option}={value}" for option, value in texts.items() if value),
-            *(("--exclusive",) if settings.exclusive else ()),
-        ]
-
-    def _build_script(self, spec: JobSpec) -> str:
-        text = (Path(__file__).parent / "templates" / "slurm.sh.jinja").read_text()
-        template = jinja2.Template(text, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-        python = self._config.launch.slurm.python or sys.executable
-        script: str = template.render(
-            environment=[(name, shlex.quote(value)) for name, value in sorted(spec.environment.items())],
-            command=shlex.join([python, "-m", "kftrain", *spec.workers.arguments]),
-            task=spec.task,
-        )
-        return script
 
     def _submit_or_adopt(self, spec: JobSpec, request: Request) -> SlurmJob | None:
         """Return the job of this user for the task, new or not; None where this process was told to stop before.
@@ -221,7 +183,7 @@ class SlurmLauncher:
 
     def _follow(self, job: SlurmJob, spec: JobSpec) -> int:
         """Show the job's output until it has ended; return its exit code."""
-        folder = _make_folder_path(spec.run_uri)
+        folder = slurm_script.make_folder_path(spec.run_uri)
         output, reason, known_at = LogLines(folder / f"{spec.task}-{job.job_id}.log"), "", time.monotonic()
         while True:
             current: SlurmJob | None = job
@@ -274,32 +236,17 @@ def build_launcher(config: Config) -> SlurmLauncher:
     return SlurmLauncher(config)
 
 
-def _require_shared_folder(uri: str) -> None:
-    if not storage.is_local(uri):
-        raise LaunchError(
-            "jobs of Slurm write their logs to a file system that all nodes share",
-            where="run.storage_root",
-            value=uri,
-            fix="set it to a path there",
-        )
-
-
-def _make_folder_path(run_uri: str) -> Path:
-    """Return the folder of Slurm's own files about a run: logs, and the exit codes of scripts."""
-    return storage.local_path(run_uri) / "slurm"
-
-
 def _make_folder(run_uri: str) -> Path:
     """Make the folders of what a job and its workers print, which is for nobody else on a cluster of many users."""
-    for folder in (_make_folder_path(run_uri), storage.local_path(RunPaths(run_uri).logs)):
+    for folder in (slurm_script.make_folder_path(run_uri), storage.local_path(RunPaths(run_uri).logs)):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-    return _make_folder_path(run_uri)
+    return slurm_script.make_folder_path(run_uri)
 
 
 def _make_status(job: SlurmJob) -> JobStatus:
     paths = RunPaths(job.run_uri)
-    step, log = 0, _make_folder_path(job.run_uri) / f"{job.task}-{job.job_id}.log"
+    step, log = 0, slurm_script.make_folder_path(job.run_uri) / f"{job.task}-{job.job_id}.log"
     with best_effort("the last step is not known"):  # it may be somebody else's folder
         step = commit.find_last_step(paths)
     state = STATES.get(job.state, find_job_task(job.task).state if job.state == "RUNNING" else job.state)
