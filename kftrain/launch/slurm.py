@@ -6,18 +6,14 @@ there or not. A launcher that is killed leaves the job: the next one of the same
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jinja2
-
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import LaunchError, Preempted, RetryableError
-from kftrain.launch import scheduler, slurm_queue
+from kftrain.launch import scheduler, slurm_queue, slurm_script
 from kftrain.launch.base import JobStatus, Request
 from kftrain.launch.scheduler import SchedulerLauncher
 from kftrain.launch.slurm_queue import LogLines, SlurmJob
@@ -46,7 +42,16 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
     def check(self) -> None:
         """Raise LaunchError if no such jobs can be started from here: see `Launcher.check`."""
         slurm_queue.require_commands()
-        _require_shared_folder(self._config.run.storage_root)
+        slurm_script.require_shared_folder(self._config.run.storage_root)
+        if self._config.launch.slurm.container == "pyxis" and "--container-image" not in slurm_queue.ask_slurm(
+            ["srun", "--help"]
+        ):
+            raise LaunchError(
+                "srun of this cluster has no pyxis",
+                where="launch.slurm.container",
+                value="pyxis",
+                fix="its administrator installs https://github.com/NVIDIA/pyxis; or use apptainer",
+            )
         if "proctrack/linuxproc" in slurm_queue.ask_slurm(["scontrol", "show", "config"]):
             raise LaunchError(
                 "this cluster signals every process of a job, so that workers could not commit",
@@ -58,11 +63,7 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
     def build(self, spec: JobSpec) -> Request:
         """Build the command line of sbatch and the script that it reads: see `Launcher.build`."""
         self._require_workers_alone(spec)
-        _require_shared_folder(spec.run_uri)
-        command, script = self._build_command(spec), self._build_script(spec)
-        end = f"END_{storage.sha256_text(script)[:16]}"  # which the script cannot have as a line
-        text = f"{shlex.join(command)} <<'{end}'\n{script}{end}\n"
-        return Request({"command": command, "script": script}, text)
+        return slurm_script.build_request(spec, self._config)
 
     def run(self, spec: JobSpec) -> int:
         """Run a job as the only launcher of it: see `Launcher.run`."""
@@ -87,7 +88,7 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write what the last job has printed on all its nodes, in all its restarts: see `Jobs.logs`."""
         uri = storage.absolute(run)
-        folder = _make_folder_path(uri)
+        folder = slurm_script.make_folder_path(uri)
         output: LogLines | None = None
         while True:
             # Before the look at the files: what is printed last is read, too. A launcher may begin another attempt.
@@ -107,39 +108,6 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
             if not is_there:
                 return
             time.sleep(scheduler.POLL_SECONDS)
-
-    def _build_command(self, spec: JobSpec) -> list[str]:
-        settings, workers = self._config.launch.slurm, spec.workers
-        texts = {
-            "--partition": settings.partition,
-            "--account": settings.account,
-            "--constraint": settings.constraint,
-            "--reservation": settings.reservation,
-            "--cpus-per-task": settings.cpus_per_node,
-            "--gpus-per-node": settings.gpus_per_node,
-            "--time": settings.time_limit_minutes,
-        }
-        return [
-            *("sbatch", "--parsable", f"--job-name={RunPaths(spec.run_uri).run_id}-{spec.task}"),
-            f"--comment={slurm_queue.make_comment(spec.run_uri, spec.task, spec.config_digest)}",
-            # Relative to the folder: Slurm would replace a % in its path.
-            *(f"--chdir={_make_folder_path(spec.run_uri)}", f"--output={spec.task}-%j.log", "--open-mode=append"),
-            *(f"--nodes={workers.replicas}", "--ntasks-per-node=1", "--requeue"),
-            f"--signal=B:TERM@{settings.commit_seconds}",
-            *(f"{option}={value}" for option, value in texts.items() if value),
-            *(("--exclusive",) if settings.exclusive else ()),
-        ]
-
-    def _build_script(self, spec: JobSpec) -> str:
-        text = (Path(__file__).parent / "templates" / "slurm.sh.jinja").read_text()
-        template = jinja2.Template(text, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-        python = self._config.launch.slurm.python or sys.executable
-        script: str = template.render(
-            environment=[(name, shlex.quote(value)) for name, value in sorted(spec.environment.items())],
-            command=shlex.join([python, "-m", "kftrain", *spec.workers.arguments]),
-            task=spec.task,
-        )
-        return script
 
     def _list_jobs(self, mine: bool = False) -> list[SlurmJob]:
         return slurm_queue.list_jobs(mine)
@@ -191,29 +159,14 @@ def build_launcher(config: Config) -> SlurmLauncher:
     return SlurmLauncher(config)
 
 
-def _require_shared_folder(uri: str) -> None:
-    if not storage.is_local(uri):
-        raise LaunchError(
-            "jobs of Slurm write their logs to a file system that all nodes share",
-            where="run.storage_root",
-            value=uri,
-            fix="set it to a path there",
-        )
-
-
-def _make_folder_path(run_uri: str) -> Path:
-    """Return the folder of Slurm's own files about a run: logs, and the exit codes of scripts."""
-    return storage.local_path(run_uri) / "slurm"
-
-
 def _make_folder(run_uri: str) -> Path:
     """Make the folders of what a job and its workers print, which is for nobody else on a cluster of many users."""
-    for folder in (_make_folder_path(run_uri), storage.local_path(RunPaths(run_uri).logs)):
+    for folder in (slurm_script.make_folder_path(run_uri), storage.local_path(RunPaths(run_uri).logs)):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-    return _make_folder_path(run_uri)
+    return slurm_script.make_folder_path(run_uri)
 
 
 def _make_path(job: SlurmJob, ending: str) -> Path:
     """Return the file with a job's output (`log`) or its script's exit code (`code`)."""
-    return _make_folder_path(job.run_uri) / f"{job.task}-{job.job_id}.{ending}"
+    return slurm_script.make_folder_path(job.run_uri) / f"{job.task}-{job.job_id}.{ending}"
