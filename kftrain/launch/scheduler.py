@@ -148,6 +148,7 @@ class SchedulerLauncher(ABC, Generic[JobT]):
 
         Raises OtherJobError where a job with another configuration is at work on the run.
         """
+        self._require_workers_alone(spec)
         with handle_signals((INTERRUPT, *STOP), self._on_signal):
             job = self._submit_or_adopt(spec)
             if job is not None:

@@ -67,6 +67,7 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
 
     def run(self, spec: JobSpec) -> int:
         """Run a job as the only launcher of it: see `Launcher.run`."""
+        slurm_script.require_shared_folder(spec.run_uri)
         with slurm_queue.hold_job(_make_folder(spec.run_uri) / f"{spec.task}.launcher", spec.run_uri):
             return super().run(spec)
 

@@ -236,6 +236,23 @@ def test_cancel_waits_for_the_end_and_suspend_is_refused(dashboard, make_launche
         make_launcher().suspend(spec.run_uri)
 
 
+def test_a_launcher_that_is_told_to_stop_while_it_submits_leaves_no_job(dashboard, make_launcher, spec):
+    launcher = make_launcher()
+
+    def submit(content):
+        dashboard.jobs = [make_running(spec, submission_id=content["submission_id"])]
+        launcher.interrupted = True
+
+    class Stops(list):
+        def append(self, path):
+            super().append(path)
+            dashboard.jobs[0:] = [{**job, "status": "STOPPED"} for job in dashboard.jobs]
+
+    dashboard.on_submit, dashboard.requests = submit, Stops()
+    assert launcher.run(spec) == 143
+    assert dashboard.requests[-1].endswith("-1/stop") and dashboard.jobs[0]["status"] == "STOPPED"
+
+
 def test_a_driver_without_ray_says_what_is_missing():
     run = "runpy.run_module('kftrain.launch.ray_driver', None, '__main__')"
     hidden = f"import runpy, sys; sys.modules['ray'] = None; {run}"
