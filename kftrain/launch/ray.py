@@ -34,7 +34,7 @@ NEXT_SECONDS = 30.0
 class RayLauncher(SchedulerLauncher[RayJob]):
     """Runs the jobs of a run on the cluster at `launch.ray.address`."""
 
-    scheduler = "Ray"
+    scheduler_name = "Ray"
     submit_seconds = 60.0
 
     def __init__(self, config: Config) -> None:

@@ -90,7 +90,7 @@ def tolerate_absence(deadline: float = math.inf) -> Iterator[None]:
 class SchedulerLauncher(ABC, Generic[JobT]):
     """Runs the jobs of a run with a scheduler: a part of the protocol `Launcher`."""
 
-    scheduler: ClassVar[str]
+    scheduler_name: ClassVar[str]
     """Name of the scheduler for people."""
     submit_seconds: ClassVar[float] = math.inf
     """Seconds for which the scheduler may refuse a job, or be away, before it is given up."""
@@ -178,7 +178,7 @@ class SchedulerLauncher(ABC, Generic[JobT]):
         jobs = self._list_active(run)
         if not jobs:
             raise LaunchError(
-                f"this run has no job in {self.scheduler}", where=run, fix="kftrain runs says how it ended"
+                f"this run has no job in {self.scheduler_name}", where=run, fix="kftrain runs says how it ended"
             )
         return jobs
 
@@ -198,7 +198,7 @@ class SchedulerLauncher(ABC, Generic[JobT]):
                     if job.digest != spec.config_digest:
                         raise OtherJobError("a job with another configuration works on this run", where=spec.run_uri)
                     how = "" if job.job_id == submitted else " is there already: following it"
-                    to_log(f"job {job.job_id} of {self.scheduler}{how}: {spec.size}")
+                    to_log(f"job {job.job_id} of {self.scheduler_name}{how}: {spec.size}")
                     return job
                 if not submitted:
                     submitted = self._submit(spec, jobs)
@@ -227,7 +227,7 @@ class SchedulerLauncher(ABC, Generic[JobT]):
                 sys.stdout.flush()
                 code = self._read_code(job) if job.has_ended or current is None else None
                 if code is None and current is None and time.monotonic() - known_at >= self.forget_seconds:
-                    to_log(f"job {job.job_id}: {self.scheduler} does not know it any more")
+                    to_log(f"job {job.job_id}: {self.scheduler_name} does not know it any more")
                     return RetryableError.exit_code
                 if code is not None:
                     return self._judge(job, code)
@@ -235,7 +235,7 @@ class SchedulerLauncher(ABC, Generic[JobT]):
 
     def _judge(self, job: JobT, code: int) -> int:
         """Return the exit code of an ended job; the error that a worker left knows better what is for good."""
-        where = f"job {job.job_id} of {self.scheduler}"
+        where = f"job {job.job_id} of {self.scheduler_name}"
         if code and job.state == job.cancelled_state and not self.interrupted:
             raise LaunchError("somebody cancelled the job", where=where, fix="resume the run").of_class(
                 FailureClass.DELETED
@@ -263,7 +263,7 @@ class SchedulerLauncher(ABC, Generic[JobT]):
                 break
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    "the job was told to stop, and does not", where=f"{left[0].title} of {self.scheduler}"
+                    "the job was told to stop, and does not", where=f"{left[0].title} of {self.scheduler_name}"
                 )
             for job in left:
                 tell(job)

@@ -36,7 +36,7 @@ STATES = {"PENDING": "Queued", "COMPLETING": "Committing"}
 class SlurmLauncher(SchedulerLauncher[SlurmJob]):
     """Runs the jobs of a run on the cluster whose commands this machine has, as the user of this process."""
 
-    scheduler = "Slurm"
+    scheduler_name = "Slurm"
     forget_seconds = 60.0
 
     def check(self) -> None:
