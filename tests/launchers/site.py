@@ -28,6 +28,8 @@ class Site:
     """True where nothing ends a job that cannot start but somebody's order."""
     is_private: bool = False
     """True where nobody else uses the cluster: tests break it without being asked to."""
+    dies_with_launcher: bool = False
+    """True where a launcher that is killed takes its job along: nobody has to collect it."""
     where: tuple = ()
     """Further arguments of `kftrain status` and its like, such as a namespace."""
     store: object = None

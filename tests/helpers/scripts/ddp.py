@@ -74,7 +74,8 @@ for step in range(first + 1, options.steps + 1):
         if misbehaves.startswith("exit"):
             raise SystemExit(int(misbehaves.split()[1]))
         if misbehaves == "empty":
-            kftrain.commit(checkpoints)
+            (checkpoints / "empty").mkdir(exist_ok=True)
+            kftrain.commit(checkpoints / "empty")
     if step % 3 == 0 or step == options.steps:
         save(step)
 
