@@ -23,9 +23,11 @@ class LocalSite(Site):
     """A storage root in a folder, one node with two processes."""
 
     def list_alive(self, run_uri):
-        return list_processes(run_uri)
+        """Workers, agents and their processes; a launcher still writes down how its job ended."""
+        return [process for process in list_processes(run_uri) if "-m kftrain train" not in process]
 
-    list_left = list_alive
+    def list_left(self, run_uri):
+        return list_processes(run_uri)
 
     def kill_worker(self, run_uri, rank=0):
         """Kills a training process, a child of the agent."""
