@@ -1,12 +1,14 @@
 """Ray: two nodes on this machine, in processes of their own; the storage root is an object store."""
 
 import contextlib
+import json
 import subprocess
 import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
+from e2e.namespace import wait_until
 from helpers.fakes.object_store import BUCKET, ObjectStore
 from launchers.ray_cluster import ROOT, RayCluster, explain_absence
 from launchers.site import Site
@@ -81,9 +83,15 @@ class RaySite(Site):
         command = text[text.index("curl ") :]
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
         assert done.returncode == 0 and '"submission_id"' in done.stdout, done.stdout + done.stderr
+        wait_until(lambda: self._stop_job(json.loads(done.stdout)["submission_id"]), 60, "the end of the job")
+
+    def _stop_job(self, job_id):
+        """Stops a job, and says whether it has ended: one that is about to begin is told again."""
         api = RayApi(self.cluster.address)
-        (job,) = [job for job in api.list_jobs() if not job.has_ended]
-        api.stop(job)
+        job = next((job for job in api.list_jobs() if job.job_id == job_id), None)
+        if job is not None and not job.has_ended:
+            api.stop(job)
+        return job is not None and job.has_ended
 
 
 @contextlib.contextmanager
