@@ -1,4 +1,4 @@
-"""What the launchers of Slurm and Ray share: their jobs lie with a scheduler, and go on when the launcher is gone.
+"""Launchers whose jobs lie with a scheduler, and go on when the launcher is gone: what those of Slurm and Ray share.
 
 A launcher that is killed leaves the job: the next one adopts it.
 """

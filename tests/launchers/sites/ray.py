@@ -1,12 +1,14 @@
 """Ray: two nodes on this machine, in processes of their own; the storage root is an object store."""
 
 import contextlib
+import re
 import subprocess
 import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
+from e2e.namespace import wait_until
 from helpers.fakes.object_store import BUCKET, ObjectStore
 from launchers.ray_cluster import ROOT, RayCluster, explain_absence
 from launchers.site import Site
@@ -14,17 +16,19 @@ from launchers.site import Site
 from kftrain.launch.ray_jobs import RayCluster as RayApi
 
 NODE_RANK = "KFTRAIN_NODE_RANK"
+AGENT = "kftrain.worker.agent"
 
 
-def find_workers(run_uri, part="kftrain.worker.agent"):
-    """Rank of a node -> its process whose command line holds `part`, among those that work on a run."""
-    ranks = {}
+def find_agents(run_uri):
+    """Rank of a node -> its agent, among those that work on a run. The ranks below have its command line, too."""
+    agents = {}
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or ()
-        if part in line and any(run_uri in word for word in line):
+        if AGENT in line and any(run_uri in word for word in line):
             with contextlib.suppress(psutil.NoSuchProcess):
-                ranks[int(process.environ()[NODE_RANK])] = process
-    return ranks
+                if AGENT not in process.parent().cmdline():
+                    agents[int(process.environ()[NODE_RANK])] = process
+    return agents
 
 
 class RaySite(Site):
@@ -40,9 +44,7 @@ class RaySite(Site):
             for process in psutil.process_iter(["cmdline", "status"])
             if process.info["status"] != psutil.STATUS_ZOMBIE
             and any(run_uri in part for part in process.info["cmdline"] or ())
-            and any(
-                part in ("worker", "kftrain.worker.agent") or "ray_driver" in part for part in process.info["cmdline"]
-            )
+            and any(part in ("worker", AGENT) or "ray_driver" in part for part in process.info["cmdline"])
         ]
 
     def list_left(self, run_uri):
@@ -52,11 +54,11 @@ class RaySite(Site):
         return [*self.list_alive(run_uri), *active]
 
     def kill_worker(self, run_uri, rank=0):
-        find_workers(run_uri)[rank].children()[0].kill()
+        find_agents(run_uri)[rank].children()[0].kill()
 
     def stop_worker(self, run_uri, rank=0):
         """Tells the worker of a node, whose child the agent is, to go."""
-        find_workers(run_uri)[rank].parent().terminate()
+        find_agents(run_uri)[rank].parent().terminate()
 
     def disturb_controller(self):
         """The head's dashboard does not answer; a reader of its port waits in vain."""
@@ -64,7 +66,7 @@ class RaySite(Site):
 
     def lose_node(self, run_uri, rank, disturb):
         """Kills the raylet of the second node: that of the head is the end of the cluster. What ran there goes, too."""
-        for agent in find_workers(run_uri).values():
+        for agent in find_agents(run_uri).values():
             worker = agent.parent()
             raylet = worker.parent().parent()
             if raylet.parent().pid != self.cluster.head_pid:
@@ -81,9 +83,16 @@ class RaySite(Site):
         command = text[text.index("curl ") :]
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
         assert done.returncode == 0 and '"submission_id"' in done.stdout, done.stdout + done.stderr
+        for job_id in re.findall(r'"submission_id": *"([^"]+)"', done.stdout):  # training and evaluation
+            wait_until(lambda job_id=job_id: self._stop_job(job_id), 120, "the end of the job")
+
+    def _stop_job(self, job_id):
+        """Stops a job, and says whether it has ended: one that is about to begin is told again."""
         api = RayApi(self.cluster.address)
-        (job,) = [job for job in api.list_jobs() if not job.has_ended]
-        api.stop(job)
+        job = next((job for job in api.list_jobs() if job.job_id == job_id), None)
+        if job is not None and not job.has_ended:
+            api.stop(job)
+        return job is not None and job.has_ended
 
 
 @contextlib.contextmanager
