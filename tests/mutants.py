@@ -74,6 +74,27 @@ MUTANTS = [
         "tests/distributed/test_parity_compression.py -k 'loop and int8 and ddp and 2'",
     ),
     Mutant(
+        "a process keeps of a matrix what it differs from the sum of all",
+        "kftrain/parallel/compression/low_rank.py",
+        "alpha=1 / self._group.size())",
+        "alpha=1)",
+        "tests/distributed/test_parity_compression.py -k 'loop and powersgd and 2 and not buckets'",
+    ),
+    Mutant(
+        "factors of a checkpoint are dropped",
+        "kftrain/parallel/compression/low_rank.py",
+        '            factor.copy_(state["factors"][name])\n',
+        "            pass\n",
+        "tests/distributed/test_parity_compression.py -k 'number_of_processes and powersgd and 2-3'",
+    ),
+    Mutant(
+        "what a skipped step has changed is kept",
+        "kftrain/parallel/compression/sums.py",
+        "torch.where(found_inf > 0, kept, changed, out=kept)",
+        "kept.copy_(changed)",
+        "tests/distributed/test_parity_compression.py -k 'not_finite and powersgd'",
+    ),
+    Mutant(
         "the noise scale takes one process's gradient for the mean of all",
         "kftrain/train/noise_scale.py",
         "            dist.all_reduce(self._part)\n",

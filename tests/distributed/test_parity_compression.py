@@ -103,7 +103,9 @@ def test_feedback_that_a_resume_loses_or_counts_twice_fails_its_row(pools, tmp_p
         parity.compare(row, trained, case.loop(case, trained.first_weights, None))
 
 
-@pytest.mark.parametrize("make", [compression.sparse, functools.partial(compression.by_sgd, "powersgd")])
+@pytest.mark.parametrize(
+    "make", [compression.sparse, functools.partial(compression.by_sgd, "powersgd")], ids=["topk", "powersgd"]
+)
 @pytest.mark.parametrize(("first", "second"), [slow(2, 3), slow(3, 1)])
 def test_what_was_not_applied_goes_on_on_another_number_of_processes(pools, tmp_path, make, first, second):
     stages = Stage(first, compression.NUM_BEFORE), Stage(second, STEPS - compression.NUM_BEFORE)

@@ -30,6 +30,7 @@ class LowRankSums(CompressedSums):
         self._factors: dict[str, torch.Tensor] = {}
         """Name of a matrix -> its Q, `[columns, rank]`, the same on all processes."""
         self._next_factors: dict[str, torch.Tensor] = {}
+        """Those of the next step, if this one counts."""
 
     def lay_out(self, length: int, device: torch.device) -> None:
         """See `CompressedSums`."""
@@ -39,13 +40,11 @@ class LowRankSums(CompressedSums):
             rows, columns = parameter.flatten(1).shape if parameter.dim() > 1 else (0, 0)
             if self._rank * (rows + columns) < rows * columns:
                 self._factors[name] = torch.randn(columns, self._rank, generator=generator).to(device)
+                self._next_factors[name] = self._factors[name].clone()
+                self._changes.append((self._factors[name], self._next_factors[name]))
 
     def exchange_bucket(self, start: int, end: int) -> Iterator[None]:
         """See `CompressedSums`."""
-        size = self._group.size()
-        if size == 1:
-            yield from super().exchange_bucket(start, end)
-            return
         names = [name for name, place in self._starts.items() if start <= place < end]
         works = {name: self._view(self._work, name) for name in names}
         matrices = {name: works[name].flatten(1) for name in names if name in self._factors}
@@ -53,11 +52,12 @@ class LowRankSums(CompressedSums):
         received = yield from self._sum_all(works | products)
         lefts = {name: torch.linalg.qr(received[name]).Q for name in matrices}
         rights = yield from self._sum_all({name: matrix.T @ lefts[name] for name, matrix in matrices.items()})
-        self._next_factors |= rights
+        for name, right in rights.items():
+            self._next_factors[name].copy_(right)
         for name, work in works.items():
             total = received[name] if name not in matrices else (lefts[name] @ rights[name].T).view(work.shape)
             self._view(self._sums, name).copy_(total)
-            work.sub_(total, alpha=1 / size) if name in matrices else work.zero_()
+            work.sub_(total, alpha=1 / self._group.size()) if name in matrices else work.zero_()
 
     def _sum_all(self, tensors: dict[str, torch.Tensor]) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Sum tensors over processes, all at once. Stops while they are on their way."""
@@ -65,14 +65,8 @@ class LowRankSums(CompressedSums):
         flight: Any = dist.all_reduce(flat, group=self._group, async_op=True)
         yield
         flight.wait()
-        parts = flat.split([tensor.numel() for tensor in tensors.values()])
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
         return {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
-
-    def settle(self, found_inf: torch.Tensor) -> None:
-        """See `CompressedSums`."""
-        super().settle(found_inf)
-        for name, factor in self._next_factors.items():
-            torch.where(found_inf > 0, self._factors[name], factor, out=self._factors[name])
 
     def save(self) -> dict[str, Any]:
         """Return what is kept, summed over processes, and the factors. Collective."""

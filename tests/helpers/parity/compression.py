@@ -262,11 +262,8 @@ def loop(case, first_weights, parts, how):
             batch = {name: rows[places] for name, rows in data.items()}
             kept, factors = [error.copy() for error in errors], dict(laid.factors)
             applied, loss = gradients_of_step(case, network, batch, errors, stage, laid)
-            for parameter, values in zip(parameters, split(applied, parameters), strict=True):
-                parameter.grad = torch.from_numpy(values.copy())
+            set_up_step(optimizer, parameters, applied, case.rate(step))
             norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, case.clip or np.inf)))
-            for group in optimizer.param_groups:
-                group["lr"] = case.rate(step)
             if step in how.skipped:
                 errors, norms[-1] = kept, np.inf
                 laid.factors.update(factors)
@@ -274,6 +271,18 @@ def loop(case, first_weights, parts, how):
                 optimizer.step()
             losses.append(loss)
             step += 1
+    return curve_of(case, losses, norms, network)
+
+
+def set_up_step(optimizer, parameters, applied, rate):
+    """Gives the optimizer the sum of all gradients, one vector, and the rate."""
+    for parameter, values in zip(parameters, split(applied, parameters), strict=True):
+        parameter.grad = torch.from_numpy(values.copy())
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def curve_of(case, losses, norms, network):
     rates = [case.rate(number) for number in range(STEPS)]
     return Curve(losses, norms, rates, {name: value.detach() for name, value in network.state_dict().items()})
 
@@ -422,19 +431,15 @@ def sparse_loop(case, first_weights, parts, how):
                     waiting[rank][largest] = 0
                     if stage.processes > 1:
                         momenta[rank][largest] = 0
-            for parameter, values in zip(parameters, split(applied, parameters), strict=True):
-                parameter.grad = torch.from_numpy(values.copy())
+            set_up_step(optimizer, parameters, applied, case.rate(step))
             norms.append(float(np.sqrt(np.square(applied.astype(np.float64)).sum())))
-            for group in optimizer.param_groups:
-                group["lr"] = case.rate(step)
             if step in how.skipped:
                 (momenta, waiting), norms[-1] = before, np.inf
             else:
                 optimizer.step()
             losses.append(loss)
             step += 1
-    rates = [case.rate(number) for number in range(STEPS)]
-    return Curve(losses, norms, rates, {name: value.detach() for name, value in network.state_dict().items()})
+    return curve_of(case, losses, norms, network)
 
 
 def plain_sgd(network):
