@@ -265,6 +265,7 @@ def test_nobody_works_on_the_job_for_two_minutes(site, promise, disturb, tmp_pat
 
 
 @pytest.mark.promise("node lost")
+@pytest.mark.timeout(1200, func_only=True)
 def test_a_node_dies(site, promise, disturb, tmp_path):
     slower = {**SLOW, "task.slow_seconds": 1.0, "launch.timeout_seconds": 60}
     with training(site, tmp_path, slower) as (run_uri, command):
