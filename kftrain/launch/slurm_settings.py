@@ -52,7 +52,7 @@ class SlurmConfig(Section):
     modules: KeepsTraining[list[Words]] = Field(default=[])
     """Environment modules that the job loads before its workers start, such as `cuda/12.4`."""
     container: KeepsTraining[Literal["", "pyxis", "apptainer"]] = ""
-    """What runs the workers in a container; empty: they run as they are."""
+    """Program that runs the workers in a container; empty: they run as they are."""
     container_image: KeepsTraining[Words] = ""
     """Image with kftrain, as pyxis or apptainer names it: `registry#name:tag`, the path of a `.sqsh` or `.sif`."""
     container_mounts: KeepsTraining[list[Words]] = Field(default=[])

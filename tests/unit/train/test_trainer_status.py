@@ -21,7 +21,8 @@ class StatusServer:
     """The manager's server: keeps what comes, and answers as often with an error as it is told to."""
 
     def __init__(self, folder):
-        self.requests, self.errors = [], []
+        self.requests = []
+        self.errors = []
         key, self.certificate = folder / "key.pem", folder / "certificate.pem"
         options = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "1", "-nodes"]
         command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", *options, "-keyout", key, "-out", self.certificate]
