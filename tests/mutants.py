@@ -1607,6 +1607,13 @@ MUTANTS = [
         "tests/unit/core/test_python_api.py -k starts_where",
     ),
     Mutant(
+        "a commit of a script has the files of the first node alone",
+        "kftrain/train/script_session.py",
+        "for node in range(self._num_nodes):",
+        "for node in range(1):",
+        "tests/distributed/test_foreign_backends.py -k run_pods",
+    ),
+    Mutant(
         "the targets of the example are not normalised",
         "examples/own_task/diabetes/task.py",
         "target_std=target_std)",
