@@ -6,9 +6,9 @@ The bare step is a step as one writes it by hand: forward, loss, backward, `clip
 and a learning rate that changes with each step; it reads nothing. Ours is `Loop.run` with all that a training has: the
 agreement on stop and saves, steps that are not finite, a recorder that writes a log line and points for MLflow at every
 tenth step, a checkpoint writer (no save is due), and the liveness file of a supervised process. Neither reads data nor
-makes tensors of it: the loader's thread does. With `--scaled` both compute in fp16
-with copies of fp32 weights, scale the loss (the bare step by `torch.amp.GradScaler`), and average the weights. Last
-line: microseconds of the bare step and of one of ours, and the model's parameters.
+makes tensors of it: the loader's thread does. With `--scaled` both compute in fp16 with copies of fp32 weights, scale
+the loss (the bare step by `torch.amp.GradScaler`), count the steps that are skipped, and average the weights after the
+others. Last line: microseconds of the bare step and of one of ours, and the model's parameters.
 """
 
 from __future__ import annotations
@@ -105,8 +105,10 @@ def make_scaled_step(
     half, masters = copy.deepcopy(plain).half(), list(plain.parameters())
     halves, averages = list(half.parameters()), [each.detach().clone() for each in masters]
     scaler: Any = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    num_skipped = 0
 
     def take(batch: StepBatch) -> None:
+        nonlocal num_skipped
         tensors = batch.micro_batches[0].sent.tensors
         with torch.no_grad():
             torch._foreach_copy_(halves, masters)
@@ -117,8 +119,12 @@ def make_scaled_step(
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(masters, limit)
         scaler.step(optimizer)
+        scale = scaler.get_scale()
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        if scaler.get_scale() < scale:  # how one learns of a skipped step, by torch's documentation
+            num_skipped += 1
+            return
         with torch.no_grad():
             torch._foreach_lerp_(averages, masters, 1 - DECAY)
 

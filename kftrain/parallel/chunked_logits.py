@@ -151,7 +151,8 @@ class Finisher:
 
 def compute_within(model: Callable[..., Any], arguments: tuple[Any, ...], finish: Callable[[Any], Any]) -> Any:
     """Return `finish` of what a model returns; computed within its forward where the model has a `finisher`."""
-    finisher: Finisher | None = getattr(model, "finisher", None)
+    # Not by `getattr`: a module that lacks the attribute looks for it in three places, and a small model's step waits.
+    finisher: Finisher | None = vars(model).get("finisher")
     return finish(model(*arguments)) if finisher is None else finisher.compute(model, arguments, finish)
 
 

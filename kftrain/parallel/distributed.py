@@ -98,9 +98,14 @@ class Distributed:
         for work in self.when_filled:
             work()
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> contextlib.AbstractContextManager[None]:
         """Prepare the parameters for all forward and backward passes of a step, or an evaluation, within the block."""
+        if len(self.around_step) > 1:
+            return self._enter_all()
+        return self.around_step[0]() if self.around_step else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _enter_all(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for enter in self.around_step:
                 stack.enter_context(enter())

@@ -115,7 +115,9 @@ class WorkingCopies:
         if not self._are_watched:
             for master, copy in zip(self._masters, self._copies, strict=True):
                 if (gradient := copy.grad) is not None:
-                    master.grad = spread_like(master, gradient.to(self._reduce).to(master.dtype))
+                    if self._reduce != torch.float32:
+                        gradient = gradient.to(self._reduce)
+                    master.grad = spread_like(master, gradient.to(master.dtype))
                     copy.grad = None
 
     def _take_gradient(self, number: int, copy: torch.Tensor) -> None:

@@ -159,7 +159,8 @@ def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, bloc
     # Hooks are taken off first, or what parameters turn into would have them too, and call them with parts. Registered
     # first they run last: by then gradients are those of all samples, summed over every axis.
     distributed, hooks = Distributed(model, mesh), ParameterHooks(places_of(model))
-    distributed.after_backward.append(hooks)
+    if hooks.are_there:
+        distributed.after_backward.append(hooks)
     for transform in strategy:
         transform.apply(distributed, blocks)
     hooks.require_whole()
@@ -177,6 +178,11 @@ class ParameterHooks:
         self._hooks = {name: set_hooks(stored_parameter(slots[0]), None, None) for name, slots in places.items()}
         self._hooked = [name for name, hooks in self._hooks.items() if any(hook is not None for hook in hooks)]
         self._kinds = {name: type(stored_parameter(slots[0])) for name, slots in places.items()}
+
+    @property
+    def are_there(self) -> bool:
+        """True where a parameter has one."""
+        return bool(self._hooked)
 
     def require_whole(self) -> None:
         """Raises ConfigError for a parameter that is spread by now, and has what is for whole ones only."""

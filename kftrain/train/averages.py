@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from kftrain.parallel.distributed import Part
 from kftrain.parallel.sharded import local
@@ -28,6 +29,7 @@ class Averages:
         self._weights = list(self._names)
         self._averages = [weight.detach().to(torch.float32, copy=True) for weight in self._weights]
         self._parts = [local(average) for average in self._averages]
+        self._are_plain = not any(isinstance(weight, DTensor) for weight in self._weights)
         self._are_narrow = any(weight.dtype != torch.float32 for weight in self._weights)
         # Of any parameter, since a stage whose parameters are all frozen counts the steps, too: one of the processes
         # writes the count into checkpoints, for all.
@@ -46,7 +48,7 @@ class Averages:
             return
         # 1 up to the first step after the start, which copies the weights; and 0 for a skipped one.
         share = torch.rsub(self._num_steps, self._start_steps + 2.0).clamp_(1.0 - self._decay, 1.0).mul_(counts)
-        weights = [local(weight) for weight in self._weights]
+        weights = self._weights if self._are_plain else [local(weight) for weight in self._weights]
         if self._are_narrow:
             weights = [weight.float() for weight in weights]
         torch._foreach_lerp_(self._parts, weights, [share] * len(weights))

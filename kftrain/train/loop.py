@@ -158,8 +158,8 @@ class Loop:
         batch, saves = next(batches, None), self._saves
         num_terms = batch.num_terms if batch is not None and self._engine.mesh.counts_rows else 0
         bad_samples = [] if batch is None else batch.bad_samples
-        flags = (self._stop.requested, saves.busy, saves.overdue, saves.due, bad_samples)
-        answers = self._world.sum([num_terms, *(float(bool(flag)) for flag in flags), *values])
+        flags = self._stop.requested, saves.busy, saves.overdue, saves.due, bool(bad_samples)
+        answers = self._world.sum([num_terms, *flags, *values])
         terms, stop, saving, overdue, due, bad, *sums = answers
         if bad:
             self._left_out.take(bad_samples)
@@ -187,6 +187,8 @@ class Loop:
         """Return the learning rate of a step, counted from 0. It is computed anew for each, and is no state."""
         optimizer = self._config.optimizer
         rate = compute_learning_rate(optimizer, step, self._config.train.steps)
+        if optimizer.reference_batch_size is None:
+            return rate
         return rate * compute_batch_factor(optimizer, self._sizes.find_size(step))
 
     def _read_last_step(self) -> None:

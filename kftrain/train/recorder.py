@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kftrain.core.progress import to_log
@@ -57,9 +58,8 @@ class Recorder:
         self._mark = now
         rate = num_samples / elapsed_seconds
         stall_share = min(1.0, data["data_stall_seconds"] / elapsed_seconds) if data else 0.0
-        self._add({"step": step, **values, "samples_per_second": rate, "seconds": self.seconds})
         costs = {**data, "data_stall_share": stall_share} if data else {}
-        self._log(costs, step)
+        self._add({"step": step, **values, "samples_per_second": rate, "seconds": self.seconds}, costs)
         remaining_seconds = (self._num_steps - step) * elapsed_seconds / num_steps
         self._trainer_status.report(step, self._num_steps, remaining_seconds, {**values, "samples_per_second": rate})
         shown = " ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -81,11 +81,13 @@ class Recorder:
             self._add({"step": step, **values, "seconds": self.seconds})
         self._mark = time.monotonic()
 
-    def _add(self, point: Point) -> None:
+    def _add(self, point: Point, costs: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Add a point to the history; `costs`: further metrics of its step, for the tracker alone."""
         self.history.append(point)
         if len(self.history) > MAX_POINTS:
             self.history[:] = thin_history(self.history, MAX_POINTS // 2)
-        self._log({name: value for name, value in point.items() if name != "step"}, point["step"])
+        # All at once: each time that something is queued, the tracker's thread wants the interpreter.
+        self._log({name: value for name, value in point.items() if name != "step"} | dict(costs), point["step"])
 
     def _log(self, values: dict[str, float], step: int) -> None:
         if self._tracker is not None and values:

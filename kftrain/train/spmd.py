@@ -171,7 +171,8 @@ class SpmdEngine:
                     self._distributed.note_part(self._distributed.list_gradients())
                 value = loss.detach().double()
                 total = value if total is None else total + value
-        self._require_as_built()  # where others have stood in for the parameters, these know it now
+        if self._distributed.around_step:  # where others have stood in for the parameters, these know it now
+            self._require_as_built()
         self._distributed.hand_over()
         assert total is not None, "a step has micro batches"
         return total

@@ -8,6 +8,7 @@ waits on the device for the copy's end. On the CPU a batch is where it is needed
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -283,8 +284,18 @@ def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> Non
     Only the generators that the process uses: `torch.manual_seed` takes as long as a small model's forward pass.
     """
     # By the data rank: processes that share samples (tensor) compute alike, and must draw alike.
-    digest = hashlib.sha256(f"{seed}/{step}/{data_rank}".encode()).digest()
-    seed_generators(int.from_bytes(digest[:8], "little") >> 1, device)
+    seed_generators(_hash_seeds(seed, step // SEEDS_TOGETHER, data_rank)[step % SEEDS_TOGETHER], device)
+
+
+SEEDS_TOGETHER = 64
+"""Number of steps whose seeds are hashed at once: alone, a hash waits 20 µs for its code to come into the cache."""
+
+
+@functools.lru_cache(maxsize=1)
+def _hash_seeds(seed: int, block: int, data_rank: int) -> list[int]:
+    steps = range(block * SEEDS_TOGETHER, (block + 1) * SEEDS_TOGETHER)
+    digests = [hashlib.sha256(f"{seed}/{step}/{data_rank}".encode()).digest() for step in steps]
+    return [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
 
 
 def seed_generators(number: int, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import tempfile
 from dataclasses import replace
+from time import monotonic
 
 import psutil
 import torch
@@ -17,6 +18,10 @@ USAGE = ("memory_bytes", "disk_used_share", "gpu_memory_share", "gpu_use_share")
 """Figures of `measure_usage`, which not every process may know."""
 
 
+USAGE_SECONDS = 1.0
+"""Seconds for which a measurement of the machine holds: a record of a small model's steps may follow in milliseconds."""
+
+
 class DataMetrics:
     """Measures what reading costs, and how much of the machines is in use, from one recorded point to the next."""
 
@@ -26,12 +31,15 @@ class DataMetrics:
         self._world = world
         self._folder = folder or tempfile.gettempdir()
         self._last = replace(counters)
+        self._process = psutil.Process()  # once: to make one reads as much as to ask it for its memory
+        self._usage: dict[str, float] | None = None
+        self._measured_at = 0.0
 
     def collect(self) -> dict[str, float]:
         """Return what was measured since the call before, by name: docs/decoding.md says what each is. Collective."""
         now = replace(self._counters)
         since_last, self._last = now.since(self._last), now
-        usage = measure_usage(self._world.device, self._folder)
+        usage = self._measure_usage()
         # One sum for all of it, as long for two processes as for a thousand: so the skew is a standard deviation.
         values = {**vars(since_last), "squares": since_last.stall_seconds**2, **dict.fromkeys(USAGE, 0.0), **usage}
         values |= {f"knows {name}": float(name in usage) for name in USAGE}
@@ -50,9 +58,16 @@ class DataMetrics:
         return metrics | {name: sums[name] / known for name in USAGE if (known := sums[f"knows {name}"])}
 
 
-def measure_usage(device: torch.device, folder: str) -> dict[str, float]:
+    def _measure_usage(self) -> dict[str, float]:
+        """Measure the use of the machine, unless that was done a moment ago: files of the kernel are read for it."""
+        if self._usage is None or monotonic() - self._measured_at >= USAGE_SECONDS:
+            self._usage, self._measured_at = measure_usage(self._process, self._world.device, self._folder), monotonic()
+        return self._usage
+
+
+def measure_usage(process: psutil.Process, device: torch.device, folder: str) -> dict[str, float]:
     """Measure how much of its machine a process uses, as far as somebody can tell."""
-    usage = {"memory_bytes": float(psutil.Process().memory_info().rss)}
+    usage = {"memory_bytes": float(process.memory_info().rss)}
     with contextlib.suppress(OSError):
         usage["disk_used_share"] = psutil.disk_usage(folder).percent / 100
     if device.type == "cuda":

@@ -2,6 +2,7 @@ import sys
 import types
 
 import psutil
+import psutil
 import pytest
 import torch
 
@@ -72,7 +73,7 @@ def test_a_gpu_is_measured_and_how_busy_it_is_where_somebody_can_tell(monkeypatc
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 8 << 30))
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 87)
     monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(NVMLError=NVMLError))
-    found = measure_usage(torch.device("cuda", 0), str(tmp_path))
+    found = measure_usage(psutil.Process(), torch.device("cuda", 0), str(tmp_path))
     assert found["gpu_memory_share"] == 0.75 and found["gpu_use_share"] == 0.87
 
     known = types.SimpleNamespace(size=2, device=torch.device("cuda", 0), sum=World().sum)
