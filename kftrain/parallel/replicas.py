@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.futures import Future
 
+from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.formats import list_slots
 from kftrain.parallel.fully_shard import ExchangedSums
 from kftrain.parallel.initialize import replace_parameters
@@ -35,24 +36,21 @@ class Replicas:
 
     def __init__(
         self,
-        model: nn.Module,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        distributed: Distributed,
         compute: torch.dtype,
         reduce: torch.dtype,
-        note: Callable[[list[torch.Tensor]], None] | None,
         bucket_bytes: int | None,
-        nodes: HierarchicalSums | None = None,
+        nodes: HierarchicalSums | None,
     ) -> None:
         """The model may have no memory yet; it keeps the names of its parameters. `bucket_bytes`: None for torch's.
 
         `nodes`: sums in the place of flat ones.
         """
-        self._model = model
+        self._model, mesh, note = distributed.model, distributed.mesh, distributed.note_part
         replicate(
-            model,
-            process_group=group,
-            device_id=device,
+            self._model,
+            process_group=mesh.group(["replicate"]),
+            device_id=mesh.world.device,
             broadcast_buffers=False,
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
@@ -62,8 +60,8 @@ class Replicas:
         self._compute = compute
         self._has_begun = False
         # Without a hook they would be averaged. torch refuses annotations that are strings, as those here are.
-        cast(Any, model).register_comm_hook(
-            group, lambda group, bucket: _sum_bucket(bucket, group, reduce, note, nodes)
+        cast(Any, self._model).register_comm_hook(
+            mesh.group(["replicate"]), lambda group, bucket: _sum_bucket(bucket, group, reduce, note, nodes)
         )
 
     @contextlib.contextmanager

@@ -106,15 +106,12 @@ class Replicate:
 
         Raises ConfigError for hierarchical sums on GPUs.
         """
-        model, mesh = distributed.model, distributed.mesh
-        compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
-        cast_inputs(model, blocks, compute, until_fit=compute == torch.float32)
-        # The same group for the team: matrices that one process computes for all are those of these replicas.
-        group = mesh.group(["replicate"])
-        options = distributed.note_part, self.bucket_bytes
+        mesh, compute, reduce = distributed.mesh, DTYPES[self.compute], DTYPES[self.reduce]
+        cast_inputs(distributed.model, blocks, compute, until_fit=compute == torch.float32)
         nodes = _sum_over_nodes(mesh) if self.hierarchical else None
-        replicas = Replicas(model, group, mesh.world.device, compute, reduce, *options, nodes)
-        distributed.team = Team((group,))
+        replicas = Replicas(distributed, compute, reduce, self.bucket_bytes, nodes)
+        # The same group for the team: matrices that one process computes for all are those of these replicas.
+        distributed.team = Team((mesh.group(["replicate"]),))
         distributed.around_step.append(replicas.computing)
         distributed.before_micro_batch.append(replicas.exchange)
 

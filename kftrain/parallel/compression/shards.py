@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.compression.codecs import Codec, make_codec
-from kftrain.parallel.compression.sums import PART, run_exchange, gather_rows, sum_chunks
+from kftrain.parallel.compression.sums import PART, send_chunks, send_to_all
 from kftrain.parallel.distributed import Distributed, Part
 from kftrain.parallel.fully_shard import Allocates
 from kftrain.parallel.settings import CompressionConfig
@@ -65,7 +65,7 @@ class PackedGather(Allocates):
         assert not async_op
         rows = output_tensor.view(group.size(), -1)
         # This process's chunk as it was packed, too, or it would compute with other parameters than the others.
-        rows.copy_(run_exchange(gather_rows(input_tensor, self._codec, group)))
+        rows.copy_(send_to_all(input_tensor, self._codec, group)())
 
 
 class PackedSums(Allocates):
@@ -83,7 +83,7 @@ class PackedSums(Allocates):
         assert not async_op and op == dist.ReduceOp.SUM, (async_op, op)
         # Without feedback these are torch's own chunks, which nobody reads afterwards.
         total = input_tensor.float() if self.feedback is None else self.feedback.add_(input_tensor)
-        output_tensor.copy_(run_exchange(sum_chunks(total.view(group.size(), -1), self._codec, group)))
+        output_tensor.copy_(send_chunks(total.view(group.size(), -1), self._codec, group)())
 
 
 class ShardedFeedback:

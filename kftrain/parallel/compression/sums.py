@@ -16,7 +16,7 @@ which gradients come, and one that is not finite can be taken back.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,43 +30,40 @@ PART = "feedback"
 """Name of the part of a checkpoint: what numbers have lost, summed over processes, by names of parameters."""
 
 
-def sum_chunks(rows: torch.Tensor, codec: Codec, group: dist.ProcessGroup) -> Generator[None, None, torch.Tensor]:
-    """Send each row, `[W, n]`, to its owner; return the sum of this process's own one, `[n]`.
+def send_chunks(rows: torch.Tensor, codec: Codec, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Send each row, `[W, n]`, to its owner; return what waits for those of others, and sums this process's own, `[n]`.
 
-    Leaves in the rows what they have lost. Stops while they are on their way.
+    That leaves in the rows what they have lost.
     """
     packed = codec.pack(rows)
     received = torch.empty_like(packed)
     flight: Any = dist.all_to_all_single(received, packed, group=group, async_op=True)
-    yield
-    flight.wait()
-    rank = group.rank()
-    total = rows[rank].clone()  # its own share does not travel, and is not rounded
-    rows.sub_(codec.unpack(packed, rows.shape[1]))
-    rows[rank] = 0.0
-    for other, part in enumerate(codec.unpack(received, rows.shape[1]).unbind()):
-        if other != rank:
-            total.add_(part)
-    return total
+
+    def add_up() -> torch.Tensor:
+        flight.wait()
+        rank = group.rank()
+        total = rows[rank].clone()  # its own share does not travel, and is not rounded
+        rows.sub_(codec.unpack(packed, rows.shape[1]))
+        rows[rank] = 0.0
+        for other, part in enumerate(codec.unpack(received, rows.shape[1]).unbind()):
+            if other != rank:
+                total.add_(part)
+        return total
+
+    return add_up
 
 
-def gather_rows(row: torch.Tensor, codec: Codec, group: dist.ProcessGroup) -> Generator[None, None, torch.Tensor]:
-    """Send a row `[n]` to all; return those of all as they came, `[W, n]`, its own with them. Stops on the way."""
+def send_to_all(row: torch.Tensor, codec: Codec, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Send a row, `[n]`, to all; return what waits for those of all, `[W, n]`, its own as it was sent, too."""
     packed = codec.pack(row.unsqueeze(0))
     gathered = packed.new_empty(group.size(), packed.shape[1])
     flight: Any = all_gather(gathered, packed, group=group, async_op=True)
-    yield
-    flight.wait()
-    return codec.unpack(gathered, len(row))
 
+    def unpack() -> torch.Tensor:
+        flight.wait()
+        return codec.unpack(gathered, len(row))
 
-def run_exchange(exchange: Generator[None, None, torch.Tensor]) -> torch.Tensor:
-    """Return what an exchange returns, waiting while it is on its way."""
-    try:
-        while True:
-            next(exchange)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+    return unpack
 
 
 class CompressedSums:
@@ -148,8 +145,12 @@ class CompressedSums:
     def exchange_bucket(self, start: int, end: int) -> Iterator[None]:
         """Sum a bucket of `work` into `sums`, and leave in `work` what was lost. Stops while it is on its way."""
         rows, sums = (vector[start:end].view(self._group.size(), -1) for vector in (self._work, self._sums))
-        total = yield from sum_chunks(rows, self._codec, self._group)
-        sums.copy_((yield from gather_rows(total, self._codec, self._group)))
+        add_up = send_chunks(rows, self._codec, self._group)
+        yield
+        total = add_up()
+        unpack = send_to_all(total, self._codec, self._group)
+        yield
+        sums.copy_(unpack())
         torch.sub(total, sums[self._group.rank()], out=rows[self._group.rank()])
 
     def take_used(self) -> list[float]:
