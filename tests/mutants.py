@@ -40,15 +40,15 @@ MUTANTS = [
     Mutant(
         "a resume drops the feedback of compression",
         "kftrain/parallel/compression/shards.py",
-        '                part.copy_(local(state["lost"][names[parameter]]))\n',
-        "                pass\n",
+        '            part.copy_(local(state["lost"][names[parameter]]))\n',
+        "            pass\n",
         "tests/distributed/test_parity_compression.py -k 'another_layout and ddp-fsdp and not uneven'",
     ),
     Mutant(
         "a resume counts the feedback of compression once a process",
         "kftrain/parallel/compression/sums.py",
-        "            kept[self._group.rank()] = loaded[self._group.rank()]\n",
-        "            kept.copy_(loaded)\n",
+        "                kept[self._group.rank()] = loaded[self._group.rank()]\n",
+        "                kept.copy_(loaded)\n",
         "tests/distributed/test_parity_compression.py -k 'another_layout and ddp-three'",
     ),
     Mutant(
@@ -79,6 +79,13 @@ MUTANTS = [
         "alpha=1 / self._group.size())",
         "alpha=1)",
         "tests/distributed/test_parity_compression.py -k 'all_gradients and powersgd and ddp and not three'",
+    ),
+    Mutant(
+        "hierarchical sums end at the node",
+        "kftrain/parallel/replicas.py",
+        "        dist.all_reduce(part, group=self._across)\n",
+        "",
+        "tests/distributed/test_hierarchical_sums.py -k one_bucket",
     ),
     Mutant(
         "the noise scale takes one process's gradient for the mean of all",

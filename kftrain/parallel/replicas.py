@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
@@ -20,8 +21,12 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.futures import Future
 
+from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.formats import list_slots
+from kftrain.parallel.fully_shard import ExchangedSums
 from kftrain.parallel.initialize import replace_parameters
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.sharded import all_gather
 
 warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
 
@@ -31,20 +36,21 @@ class Replicas:
 
     def __init__(
         self,
-        model: nn.Module,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        distributed: Distributed,
         compute: torch.dtype,
         reduce: torch.dtype,
-        note: Callable[[list[torch.Tensor]], None] | None,
         bucket_bytes: int | None,
+        nodes: HierarchicalSums | None,
     ) -> None:
-        """The model may have no memory yet; it keeps the names of its parameters. `bucket_bytes`: None for torch's."""
-        self._model = model
+        """The model may have no memory yet; it keeps the names of its parameters. `bucket_bytes`: None for torch's.
+
+        `nodes`: sums in the place of flat ones.
+        """
+        self._model, mesh, note = distributed.model, distributed.mesh, distributed.note_part
         replicate(
-            model,
-            process_group=group,
-            device_id=device,
+            self._model,
+            process_group=mesh.group(["replicate"]),
+            device_id=mesh.world.device,
             broadcast_buffers=False,
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
@@ -54,7 +60,9 @@ class Replicas:
         self._compute = compute
         self._has_begun = False
         # Without a hook they would be averaged. torch refuses annotations that are strings, as those here are.
-        cast(Any, model).register_comm_hook(group, lambda group, bucket: _sum_bucket(bucket, group, reduce, note))
+        cast(Any, self._model).register_comm_hook(
+            mesh.group(["replicate"]), lambda group, bucket: _sum_bucket(bucket, group, reduce, note, nodes)
+        )
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -77,11 +85,52 @@ class Replicas:
         cast(Any, self._model).set_requires_gradient_sync(does)
 
 
-def _sum_bucket(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype, note: Any) -> Future[Any]:
+def _sum_bucket(
+    bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype, note: Any, nodes: HierarchicalSums | None = None
+) -> Future[Any]:
     """Sum a bucket of gradients over the group in this format, while the backward pass goes on."""
     buffer: torch.Tensor = bucket.buffer()
     if note is not None:
         note([buffer])
     small = buffer.to(dtype)
-    work = cast(dist.Work, dist.all_reduce(small, group=group, async_op=True))
-    return work.get_future().then(lambda _: small if small is buffer else buffer.copy_(small))
+    if nodes is None:
+        future = cast(dist.Work, dist.all_reduce(small, group=group, async_op=True)).get_future()
+    else:
+        future = nodes.start(small)
+    return future.then(lambda _: small if small is buffer else buffer.copy_(small))
+
+
+class HierarchicalSums:
+    """Sums within each node (axis `shard`), then each process its part across nodes (`replicate`), and back. On CPUs.
+
+    Jia et al. 2018, arXiv:1807.11205. Of N nodes each sends others 2 (N - 1) / N of a vector's bytes, where a ring over
+    all W processes sends 2 (W - 1) / W.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._within = mesh.group(["shard"])
+        self._across = mesh.group(["replicate"])
+        self._sum_parts = ExchangedSums()
+        # The exchanges of a bucket wait for one another, so they leave the backward pass alone in a thread; in one, as
+        # those of all buckets must meet in the same order on all processes.
+        self._thread = ThreadPoolExecutor(1, "sums of gradients")
+
+    def start(self, vector: torch.Tensor) -> Future[Any]:
+        """Begin to sum a vector, in place."""
+        future: Future[Any] = Future()
+
+        def hand_over(done: Any) -> None:
+            problem = done.exception()
+            future.set_exception(problem) if problem else future.set_result(vector)
+
+        self._thread.submit(self._sum, vector).add_done_callback(hand_over)
+        return future
+
+    @torch.no_grad()
+    def _sum(self, vector: torch.Tensor) -> None:
+        filled = nn.functional.pad(vector, (0, -len(vector) % self._within.size()))
+        part = filled.new_empty(len(filled) // self._within.size())
+        self._sum_parts(part, filled, self._within, dist.ReduceOp.SUM)
+        dist.all_reduce(part, group=self._across)
+        all_gather(filled, part, group=self._within)
+        vector.copy_(filled[: len(vector)])

@@ -38,7 +38,7 @@ class CompressionConfig(Section):
     """Form in which gradients travel, and parameters under a strategy that shards: `fp16` and `bf16` are half of the
     bytes; `int8` is a quarter, codes with a scale for each 256 numbers. The others are for `ddp`: `topk` sends the
     largest numbers of each process (Deep Gradient Compression, with `sgd`), `powersgd` two narrow factors of each
-    matrix, `sign` the signs, of which the majority is applied."""
+    matrix, `sign` the signs of momenta (with `sgd`), of which the majority is applied."""
     feedback: ChangesSince03[bool] = True
     """Add what a number has lost on its way to the one of the next step. Each process keeps that in fp32, as much as
     all gradients, under `fsdp` as well."""
@@ -64,12 +64,19 @@ class CompressionConfig(Section):
         if self.kind == "none" or is_sharded:
             return 2 if self.kind != "none" and self.feedback else 0  # what is kept before and after a step
         has_feedback = self.feedback and self.kind != "sign"
-        return 2 + has_feedback + (2 if self.kind == "topk" else 0)  # what is sent and what comes; momenta
+        return 2 + has_feedback + 2 * self.has_local_momenta  # what is sent and what comes; momenta
+
+    @property
+    def has_local_momenta(self) -> bool:
+        """True where each process has momenta of its own gradients, in the place of the optimizer's."""
+        return self.kind in ("topk", "sign")
 
     def require_optimizer(self, kind: str, nesterov: bool) -> None:
-        """Raise ValueError where an optimizer does not go with `topk`, whose processes have momenta of their own."""
-        if self.kind == "topk" and (kind != "sgd" or nesterov):
-            raise ValueError("optimizer.kind must be sgd, without nesterov, with parallel.compression.kind topk")
+        """Raise ValueError where an optimizer has other momenta than those that each process has of its own."""
+        if self.has_local_momenta and (kind != "sgd" or nesterov):
+            raise ValueError(
+                f"optimizer.kind must be sgd, without nesterov, with parallel.compression.kind {self.kind}"
+            )
 
 
 class ParallelConfig(Section):
@@ -115,6 +122,9 @@ class ParallelConfig(Section):
     bucket_bytes: ChangesSince03[Annotated[int, Field(ge=1024, le=MAX_INTEGER)] | None] = None
     """Gradients that travel together under `ddp`, in bytes of fp32. Left out, it is torch's 25 MiB; with `compression`
     2 MiB, for one bucket is packed while another travels."""
+    hierarchical: KeepsTraining[bool] = False
+    """Sum the gradients of `ddp` within each node first, which takes fewer bytes between nodes of several processes.
+    For CPUs: NCCL chooses the order of its sums itself."""
     layout: KeepsTraining[Literal["given", "auto"]] = "given"
     """`auto` sizes `replicate`, `shard` and `tensor` and takes a strategy, whatever stands there, whenever a run is
     opened: of the layouts whose state fits, the one whose exchanges take the least time. It needs the built-in
@@ -132,6 +142,9 @@ class ParallelConfig(Section):
             raise ValueError("offload must be false: ddp keeps the parameters of all blocks on the device all the time")
         if self.context > 1 and self.strategy == "ddp":
             raise ValueError("context must be 1: ddp sums gradients over replicas alone, use zero1")
+        is_alone = self.tensor * self.pipeline == 1 and self.compression.kind == "none" and self.layout == "given"
+        if self.hierarchical and not (self.strategy == "ddp" and is_alone):
+            raise ValueError("hierarchical is of ddp alone, without tensor, pipeline, compression and layout auto")
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers the parts of all processes in one tensor; torch 2.13 renamed it."""
+
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 """First index of a process's part along each dim of the whole, and the part's shape."""
 

@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 
 from kftrain.errors import ConfigError
+from kftrain.parallel.sharded import all_gather
 
 PLACES = 1
 """Dim of an activation along which the places of a sequence lie."""
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Collectives on one flat tensor; torch 2.13 renamed both."""
+"""The sum of flat tensors, of which each process has a part; torch 2.13 renamed it, too."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Peers:
     def stack_parts(self, part: torch.Tensor) -> torch.Tensor:
         """Return the parts of all processes, `[size, ...]` in the order of their ranks. Collective."""
         parts = part.new_empty((self.size, *part.shape))
-        _all_gather(parts.view(-1), part.reshape(-1), group=self.group)
+        all_gather(parts.view(-1), part.reshape(-1), group=self.group)
         return parts
 
     def join_parts(self, part: torch.Tensor, dim: int) -> torch.Tensor:

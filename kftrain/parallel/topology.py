@@ -6,6 +6,7 @@ stand on one node, and neighbouring nodes in one rack; so processes are numbered
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,12 +42,10 @@ def order_by_site(places: Sequence[Site]) -> list[int]:
     )
 
 
-def count_groups_apart(shape: Shape, places: Sequence[Site], axis: str) -> tuple[int, int]:
-    """Count the groups along an axis whose processes stand on several nodes, and those in several racks."""
-    groups = [[places[rank] for rank in ranks] for ranks in shape.groups([axis])]
-    num_nodes = [len({(site.rack, site.node) for site in group}) for group in groups]
-    num_racks = [len({site.rack for site in group}) for group in groups]
-    return sum(num > 1 for num in num_nodes), sum(num > 1 for num in num_racks)
+def count_equal_nodes(places: Sequence[Site]) -> int:
+    """Count the nodes if there are several, with several processes each and equally many; else return 1."""
+    sizes = Counter(places)
+    return len(sizes) if len(set(sizes.values())) == 1 and 1 < len(sizes) < len(places) else 1
 
 
 def describe_axes_across_nodes(shape: Shape, places: Sequence[Site]) -> list[str]:
@@ -58,12 +57,13 @@ def describe_axes_across_nodes(shape: Shape, places: Sequence[Site]) -> list[str
     inner = [*talkative, *(["shard"] if min(shape.shard, shape.replicate) > 1 else [])]
     lines = []
     for axis in inner if places else []:
-        on_nodes, in_racks = count_groups_apart(shape, places, axis)
-        if on_nodes:
-            where = "several racks" if in_racks else "several nodes"
-            num_groups = len(shape.groups([axis]))
+        groups = [{places[rank] for rank in ranks} for ranks in shape.groups([axis])]
+        apart = [group for group in groups if len(group) > 1]
+        if apart:
+            is_in_racks = any(len({site.rack for site in group}) > 1 for group in apart)
+            where = "several racks" if is_in_racks else "several nodes"
             lines.append(
-                f"parallel.{axis} {getattr(shape, axis)}: {on_nodes} of {num_groups} groups stand on {where}; "
+                f"parallel.{axis} {getattr(shape, axis)}: {len(apart)} of {len(groups)} groups stand on {where}; "
                 "the processes of a node must be a multiple of it"
             )
     return lines

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
 from kftrain.parallel.chunked_logits import ChunkLogits
+from kftrain.parallel.compression.momenta import LocalRule
 from kftrain.parallel.compression.replicas import CompressReplicas
 from kftrain.parallel.compression.shards import CompressShards
-from kftrain.parallel.compression.sparse import LocalRule
 from kftrain.parallel.context import CutSequences
 from kftrain.parallel.distributed import Distributed, Transform
 from kftrain.parallel.expert import SpreadExperts
@@ -36,12 +36,13 @@ from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
 from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.initialize import Places, give_memory, places_of, set_hooks, stored_parameter
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.replicas import Replicas
+from kftrain.parallel.replicas import HierarchicalSums, Replicas
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.sharded import Team, gather_whole, index_of, local
 from kftrain.parallel.strategies import choose_strategy, resolve_sharding
 from kftrain.parallel.tensor import SplitTensors
+from kftrain.parallel.topology import count_equal_nodes
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with the memory that a container may have, in the second and the first version of control groups."""
@@ -97,19 +98,31 @@ class Replicate:
     compute: str
     reduce: str
     bucket_bytes: int | None = None
+    hierarchical: bool = False
+    """Sum within each node first, where there are several with several processes each."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Cast what enters the blocks, and let torch replicate the model; it must be on its device."""
-        model, mesh = distributed.model, distributed.mesh
-        compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
-        cast_inputs(model, blocks, compute, until_fit=compute == torch.float32)
+        """Cast what enters the blocks, and let torch replicate the model; it must be on its device.
+
+        Raises ConfigError for hierarchical sums on GPUs.
+        """
+        mesh, compute, reduce = distributed.mesh, DTYPES[self.compute], DTYPES[self.reduce]
+        cast_inputs(distributed.model, blocks, compute, until_fit=compute == torch.float32)
+        nodes = _sum_over_nodes(mesh) if self.hierarchical else None
+        replicas = Replicas(distributed, compute, reduce, self.bucket_bytes, nodes)
         # The same group for the team: matrices that one process computes for all are those of these replicas.
-        group = mesh.group(["replicate"])
-        options = distributed.note_part, self.bucket_bytes
-        replicas = Replicas(model, group, mesh.world.device, compute, reduce, *options)
-        distributed.team = Team((group,))
+        distributed.team = Team((mesh.group(["replicate"]),))
         distributed.around_step.append(replicas.computing)
         distributed.before_micro_batch.append(replicas.exchange)
+
+
+def _sum_over_nodes(mesh: Mesh) -> HierarchicalSums | None:
+    world, num_nodes = mesh.world, count_equal_nodes(mesh.world.places)
+    if world.device.type != "cpu":
+        what, fix = "NCCL chooses the order of its sums itself", "set it to false, or use zero1 with replicate"
+        raise ConfigError(what, where="parallel.hierarchical", value=True, fix=fix)
+    shape = Shape(replicate=num_nodes, shard=world.size // num_nodes)
+    return HierarchicalSums(Mesh(shape, world)) if num_nodes > 1 else None
 
 
 def list_transforms(
@@ -127,7 +140,7 @@ def list_transforms(
     `within_blocks`: what is done to single blocks, after they are split and before they are spread.
     `split_logits`: the code that computes the loss takes logits that are split over the axis `tensor`.
     `forward_only`: there will be no backward pass. `loss_chunk_tokens`: see `ChunkLogits`; 0: whole logits.
-    `rule`: see `SparseSums`.
+    `rule`: see `MomentumSums`.
     """
     is_split = shape.tensor > 1
     splitting = SplitTensors(parallel.sequence_parallel, split_logits, loss_chunk_tokens)
@@ -145,7 +158,7 @@ def list_transforms(
     if shape.replicate * shape.num_shards == 1:
         return [*first, ToDevice(), Formats(*formats)]
     if parallel.stage == "ddp" and shape.size == shape.replicate:
-        return [*first, ToDevice(), Replicate(*formats, parallel.bucket_bytes)]
+        return [*first, ToDevice(), Replicate(*formats, parallel.bucket_bytes, parallel.hierarchical)]
     sharding = resolve_sharding(parallel.stage, parallel.exchange)
     packing = [CompressShards(parallel.compression)] if is_compressed else []
     return [*first, FullyShard(*formats, sharding, parallel.offload, forward_only), *packing]

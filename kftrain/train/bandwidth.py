@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from kftrain.config import Config
 from kftrain.core import storage
-from kftrain.parallel.compression.codecs import all_gather
 from kftrain.parallel.fully_shard import ExchangedSums
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.shape import Shape
+from kftrain.parallel.sharded import all_gather
 from kftrain.parallel.world import join_world
 from kftrain.run.paths import RunPaths
 

@@ -30,7 +30,7 @@ from kftrain.parallel import blocks, buffers, initialize
 from kftrain.parallel.activations import CheckpointActivations, choose_checkpointed_blocks
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.compiled import CompileBlocks, require_compiler
-from kftrain.parallel.compression.sparse import LocalRule
+from kftrain.parallel.compression.momenta import LocalRule
 from kftrain.parallel.context import CutSequences
 from kftrain.parallel.distributed import Distributed, Transform
 from kftrain.parallel.float8 import require_float8
@@ -163,7 +163,7 @@ def make_engine(
         what, fix = "the task computes its loss and metrics from whole logits", "mark its methods by reads_parts"
         raise ConfigError(what, where="train.loss_chunk_tokens", value=chunk_tokens, fix=f"{fix}, or set it to 0")
     rule, optimizing, clip_norm = None, config.optimizer, config.train.gradient_clip_norm
-    if parallel.compression.kind == "topk":  # each process clips its gradient, and has the momentum of it
+    if parallel.compression.has_local_momenta:  # each process clips its gradient, and has the momentum of it
         rule = LocalRule(0.9 if optimizing.momentum is None else optimizing.momentum, clip_norm)
         optimizing, clip_norm = optimizing.model_copy(update={"momentum": 0.0}), 0.0
     strategy = list_transforms(

@@ -225,6 +225,7 @@ REFUSED = [
     Refused("compression with expert", 2, (*INT8, "parallel.expert=2"), "kind must be none with expert"),
     Refused("compression with offload", 2, (*INT8, "parallel.offload=true"), "offload must be false with compression"),
     Refused("topk with AdamW", 2, (TOPK, *DDP), "optimizer.kind must be sgd"),
+    Refused("sign with AdamW", 2, ("parallel.compression.kind=sign", *DDP), "optimizer.kind must be sgd"),
     Refused("compression in fp16", 2, (*INT8, "precision.compute=fp16"), "must not be fp16 with parallel.compression"),
     Refused("compression of sums in bf16", 2, (*INT8, "precision.compute=bf16", "precision.reduce=bf16"), "be fp32"),
 ]

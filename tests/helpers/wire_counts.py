@@ -20,10 +20,18 @@ WARM_STEPS, COUNTED_STEPS = 2, 4
 TOLERANCE = 0.02
 
 
-def count_step_bytes(world, text, overrides, arrays, watch=contextlib.nullcontext):
+def read_counter(world):
+    """What all have sent, at a moment when all are here."""
+    world.barrier()
+    sent = private_network.sent_bytes()
+    world.barrier()
+    return sent
+
+
+def count_step_bytes(world, text, overrides, arrays, watch=contextlib.nullcontext, read=read_counter):
     """Bytes of a step, by a process on average; the configuration, the engine and its task.
 
-    `watch`: a context around the steps that are counted.
+    `watch`: a context around the steps that are counted. `read`: what all have sent.
     """
     resolved = config.parse(text, overrides)
     mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
@@ -32,19 +40,11 @@ def count_step_bytes(world, text, overrides, arrays, watch=contextlib.nullcontex
     batches = list(loader.steps(0, WARM_STEPS + COUNTED_STEPS))
     for batch in batches[:WARM_STEPS]:
         engine.step(batch, 64, world.sum)
-    before = read_counter(world)
+    before = read(world)
     with watch():
         for batch in batches[WARM_STEPS:]:
             engine.step(batch, 64, world.sum)
-    return (read_counter(world) - before) / COUNTED_STEPS / world.size, resolved, engine, task
-
-
-def read_counter(world):
-    """What all have sent, at a moment when all are here."""
-    world.barrier()
-    sent = private_network.sent_bytes()
-    world.barrier()
-    return sent
+    return (read(world) - before) / COUNTED_STEPS / world.size, resolved, engine, task
 
 
 def measure_table(table, measure):

@@ -154,13 +154,16 @@ def require_devices(settings: KubernetesConfig, num_pods: int, nodes: Iterable[M
     Nodes count if they take pods and have the labels of `node_selector`; taints and affinity are not looked at.
     """
     needs = build_resources(settings.fabric)
-    eligible = [node for node in nodes if _is_eligible(node, settings.node_selector)]
-    if not needs or sum(_count_pods(node, needs) for node in eligible) >= num_pods:
+    eligible = {
+        node["metadata"]["name"]: (node.get("status") or {}).get("allocatable") or {}
+        for node in nodes
+        if _is_eligible(node, settings.node_selector)
+    }
+    if not needs or sum(_count_pods(has, needs) for has in eligible.values()) >= num_pods:
         return
-    names = [node["metadata"]["name"] for node in eligible]
-    shown = ", ".join(names[:MAX_NODES_SHOWN])
-    shown += f" and {len(names) - MAX_NODES_SHOWN} others" if len(names) > MAX_NODES_SHOWN else ""
-    devices = sorted({name for node in eligible for name in _read_allocatable(node) if "/" in name})
+    shown = ", ".join(list(eligible)[:MAX_NODES_SHOWN])
+    shown += f" and {len(eligible) - MAX_NODES_SHOWN} others" if len(eligible) > MAX_NODES_SHOWN else ""
+    devices = sorted({name for has in eligible.values() for name in has if "/" in name})
     amounts = ", ".join(f"{name}: {amount}" for name, amount in needs.items())
     raise LaunchError(
         f"the nodes have not {amounts} for each of {num_pods} pods; looked at {shown or 'no node, as none fits'}, "
@@ -178,14 +181,9 @@ def _is_eligible(node: Mapping[str, Any], selector: Mapping[str, str]) -> bool:
     return is_open and all(labels.get(name) == value for name, value in selector.items())
 
 
-def _count_pods(node: Mapping[str, Any], needs: Mapping[str, str]) -> int:
-    """Count the pods with these resources that a node has room for."""
+def _count_pods(has: Mapping[str, str], needs: Mapping[str, str]) -> int:
+    """Count the pods with these resources that there is room for."""
     from kubernetes.utils.quantity import parse_quantity
 
-    has = _read_allocatable(node)
     amounts = ((parse_quantity(has.get(name, "0")), parse_quantity(need)) for name, need in needs.items())
     return min((int(available // need) for available, need in amounts if need), default=0)
-
-
-def _read_allocatable(node: Mapping[str, Any]) -> Mapping[str, str]:
-    return (node.get("status") or {}).get("allocatable") or {}

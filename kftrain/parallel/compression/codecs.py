@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from kftrain.parallel.formats import DTYPES
-
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Gathers the rows of all processes, under the name that this torch has for it."""
 
 BLOCK_SIZE = 256
 """Numbers of a row that share a scale in int8; so 1.0156 bytes are sent of each number."""

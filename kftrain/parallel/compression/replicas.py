@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from kftrain.parallel.compression.codecs import make_codec
 from kftrain.parallel.compression.low_rank import LowRankSums
-from kftrain.parallel.compression.sparse import LocalRule, SparseSums
+from kftrain.parallel.compression.momenta import LocalRule
+from kftrain.parallel.compression.sparse import SparseSums
 from kftrain.parallel.compression.sums import PART, CompressedSums
-from kftrain.parallel.compression.votes import Signs, Votes
+from kftrain.parallel.compression.votes import Votes
 from kftrain.parallel.distributed import Agreement, Distributed, Part
 from kftrain.parallel.settings import ParallelConfig
 from kftrain.parallel.sharded import Team
@@ -26,7 +27,7 @@ class CompressReplicas:
 
     parallel: ParallelConfig
     rule: LocalRule | None = None
-    """For `topk`."""
+    """For `topk` and `sign`."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Register the exchange, and the part of the checkpoint; see `Transform`."""
@@ -37,15 +38,15 @@ class CompressReplicas:
         distributed.after_backward.append(sums.exchange)
         distributed.agreements.append(Agreement(sums.take_used, sums.drop_unused))
         distributed.when_decided.append(sums.settle)
-        if sums.has_feedback:
+        if sums.has_feedback or self.rule:
             distributed.parts[PART] = Part(1, sums.save, sums.load)
 
     def _make_sums(self, group: dist.ProcessGroup) -> CompressedSums:
         compression, bucket_bytes = self.parallel.compression, self.parallel.bucket_bytes or BUCKET_BYTES
-        if self.rule:
+        if self.rule and compression.kind == "topk":
             return SparseSums(group, compression, bucket_bytes, self.rule)
         if compression.kind == "powersgd":
             return LowRankSums(group, compression.rank, bucket_bytes)
-        if compression.kind == "sign":
-            return Votes(group, Signs(), False, bucket_bytes)
+        if self.rule:
+            return Votes(group, bucket_bytes, self.rule)
         return CompressedSums(group, make_codec(compression.kind), compression.feedback, bucket_bytes)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kftrain.errors import ConfigError
-from kftrain.parallel.compression.codecs import Codec, all_gather, make_codec
-from kftrain.parallel.compression.sums import PART
+from kftrain.parallel.compression.codecs import Codec, make_codec
+from kftrain.parallel.compression.sums import PART, send_chunks, send_to_all
 from kftrain.parallel.distributed import Distributed, Part
 from kftrain.parallel.fully_shard import Allocates
 from kftrain.parallel.settings import CompressionConfig
@@ -63,12 +63,9 @@ class PackedGather(Allocates):
     ) -> None:
         """Gather the chunks of all processes, `[n]` -> `[W * n]`, each as it was packed. Collective."""
         assert not async_op
-        packed = self._codec.pack(input_tensor.unsqueeze(0))
-        gathered = packed.new_empty(group.size(), packed.shape[1])
-        all_gather(gathered, packed, group=group)
-        # This process's chunk, too, or it would compute with other parameters than the others.
         rows = output_tensor.view(group.size(), -1)
-        rows.copy_(self._codec.unpack(gathered, rows.shape[1]))
+        # This process's chunk as it was packed, too, or it would compute with other parameters than the others.
+        rows.copy_(send_to_all(input_tensor, self._codec, group)())
 
 
 class PackedSums(Allocates):
@@ -76,36 +73,21 @@ class PackedSums(Allocates):
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self.feedback: Any = None
+        self.feedback: torch.Tensor | None = None
         """Loss of this process's gradients on their way so far, `[W * n]`; None where it is not kept."""
-        self.next_feedback: torch.Tensor | None = None
-        """Its value after this step, unless that is skipped; None between steps."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Sum this process's chunk over all: `[W * n]` -> `[n]`, written to `output_tensor`. Collective."""
         assert not async_op and op == dist.ReduceOp.SUM, (async_op, op)
-        size, rank = group.size(), group.rank()
-        # A step may have several exchanges.
-        before = self.feedback if self.next_feedback is None else self.next_feedback
-        total = input_tensor.float() if before is None else input_tensor + before
-        rows = total.view(size, -1)
-        packed = self._codec.pack(rows)
-        received = torch.empty_like(packed)
-        dist.all_to_all_single(received, packed, group=group)
-        output_tensor.copy_(rows[rank])  # its own share does not travel, and is not rounded
-        for other, part in enumerate(self._codec.unpack(received, rows.shape[1]).unbind()):
-            if other != rank:
-                output_tensor.add_(part)
-        if self.feedback is not None:
-            lost = rows - self._codec.unpack(packed, rows.shape[1])
-            lost[rank] = 0.0
-            self.next_feedback = lost.view(-1)
+        # Without feedback these are torch's own chunks, which nobody reads afterwards.
+        total = input_tensor.float() if self.feedback is None else self.feedback.add_(input_tensor)
+        output_tensor.copy_(send_chunks(total.view(group.size(), -1), self._codec, group)())
 
 
 class ShardedFeedback:
-    """The feedback of all units on this process: what their gradients have lost."""
+    """The feedback of all units on this process: what their gradients have lost, one vector."""
 
     def __init__(self, distributed: Distributed, sums: dict[FSDPModule, PackedSums]) -> None:
         self._distributed = distributed
@@ -114,56 +96,57 @@ class ShardedFeedback:
 
     def begin(self) -> None:
         """Begin with nothing lost; the parameters have their values."""
-        for unit, sums in self._sums.items():
-            length = sum(member.padded_sharded_param_size.numel() for member in _list_members(unit))
-            sums.feedback = torch.zeros(length * self._group.size(), device=self._distributed.mesh.world.device)
+        lengths = [_count_numbers(unit) * self._group.size() for unit in self._sums]
+        self._feedback = torch.zeros(sum(lengths), device=self._distributed.mesh.world.device)
+        self._next_feedback = self._feedback.clone()
+        for sums, part in zip(self._sums.values(), self._next_feedback.split(lengths), strict=True):
+            sums.feedback = part
 
     def settle(self, found_inf: torch.Tensor) -> None:
         """Keep what this step has lost, unless it is skipped: then `found_inf` is 1."""
-        for sums in self._sums.values():
-            if sums.next_feedback is not None:
-                torch.where(found_inf > 0, sums.feedback, sums.next_feedback, out=sums.feedback)
-                sums.next_feedback = None
+        torch.where(found_inf > 0, self._feedback, self._next_feedback, out=self._feedback)
+        self._next_feedback.copy_(self._feedback)
 
     def take_back(self, parameter: nn.Parameter) -> None:
         """Keep what would be applied to a parameter that no process has used, and whose gradient is dropped."""
-        for unit, sums in self._sums.items():
-            for member, part in self._list_parts(unit, sums.next_feedback):
-                if member is parameter and parameter.grad is not None:
-                    part.add_(local(parameter.grad))
+        for member, part in self._list_parts(self._next_feedback):
+            if member is parameter and parameter.grad is not None:
+                part.add_(local(parameter.grad))
 
     def save(self) -> dict[str, Any]:
         """Return what is kept, summed over processes, cut as the parameters are. Collective."""
-        names = self._name_parameters()
-        state: dict[str, Any] = {}
-        for unit, sums in self._sums.items():
-            total = sums.feedback.clone()
-            dist.all_reduce(total, group=self._group)
-            for parameter, part in self._list_parts(unit, total):
-                state[names[parameter]] = spread_like(parameter, part)
-        return {"lost": state}
+        names, total = self._name_parameters(), self._feedback.clone()
+        dist.all_reduce(total, group=self._group)
+        return {"lost": {names[parameter]: spread_like(parameter, part) for parameter, part in self._list_parts(total)}}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Keep of the sums of a checkpoint those that this process owns, so that each is kept by one process."""
         names = self._name_parameters()
-        for unit, sums in self._sums.items():
-            for parameter, part in self._list_parts(unit, sums.feedback.zero_()):
-                part.copy_(local(state["lost"][names[parameter]]))
+        for parameter, part in self._list_parts(self._feedback.zero_()):
+            part.copy_(local(state["lost"][names[parameter]]))
+        self._next_feedback.copy_(self._feedback)
 
     def _name_parameters(self) -> dict[nn.Parameter, str]:
         trained = [parameter for parameter in self._distributed.model.parameters() if parameter.requires_grad]
         return dict(zip(trained, self._distributed.names, strict=True))
 
-    def _list_parts(self, unit: FSDPModule, vector: torch.Tensor | None) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """List the parameters of a unit, each with its part of this process's chunk of a vector, if there is one."""
-        if vector is None:
-            return
-        start = len(vector) // self._group.size() * self._group.rank()
-        for member in _list_members(unit):
-            size = member.sharded_size
-            yield _take_parameter(member), vector[start : start + size.numel()].view(size)
-            start += member.padded_sharded_param_size.numel()  # parts are of one length, those of the last filled up
+    def _list_parts(self, vector: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """List the parameters of all units, each with its part of this process's chunks of a vector."""
+        lengths = [_count_numbers(unit) * self._group.size() for unit in self._sums]
+        for unit, chunks in zip(self._sums, vector.split(lengths), strict=True):
+            own = chunks.view(self._group.size(), -1)[self._group.rank()]
+            # Parts are of one length on all processes, those of the last one filled up.
+            members = _list_members(unit)
+            parts = own.split([member.padded_sharded_param_size.numel() for member in members])
+            for member, part in zip(members, parts, strict=True):
+                size = member.sharded_size
+                yield _take_parameter(member), part[: size.numel()].view(size)
+
+
+def _count_numbers(unit: FSDPModule) -> int:
+    """Count the numbers that a process has of a unit's trained parameters."""
+    return sum(member.padded_sharded_param_size.numel() for member in _list_members(unit))
 
 
 def _list_members(unit: FSDPModule) -> list[Any]:

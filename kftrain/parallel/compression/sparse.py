@@ -11,55 +11,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from kftrain.parallel.compression.codecs import Rounded, all_gather
-from kftrain.parallel.compression.sums import CompressedSums
+from kftrain.parallel.compression.codecs import Rounded
+from kftrain.parallel.compression.momenta import LocalRule, MomentumSums
 from kftrain.parallel.settings import CompressionConfig
+from kftrain.parallel.sharded import all_gather
 
 FIRST_DENSITY = 0.25
 NUM_WARMUP_STAGES = 4
 """Shares of 1/4, 1/16, 1/64 and 1/256 in equal parts of the warm-up, as in the paper."""
 
 
-@dataclass(frozen=True)
-class LocalRule:
-    """Momentum and limit of each process's own gradient, in the place of the optimizer's and the engine's."""
-
-    momentum: float
-    clip_norm: float
-    """Limit of the norm of the sum; 0: none."""
-
-
-class SparseSums(CompressedSums):
+class SparseSums(MomentumSums):
     """Sums of the largest numbers; the feedback is what was not sent yet."""
 
     def __init__(self, group: dist.ProcessGroup, config: CompressionConfig, bucket_bytes: int, rule: LocalRule) -> None:
-        super().__init__(group, Rounded(torch.float32), True, bucket_bytes)
-        self._rule = rule
+        super().__init__(group, Rounded(torch.float32), True, bucket_bytes, rule)
         self._config = config
         self._num_steps = 0
         """Number of steps since the run began, skipped ones with them."""
 
-    def lay_out(self, length: int, device: torch.device) -> None:
-        """See `CompressedSums`."""
-        super().lay_out(length, device)
-        self._momentum = torch.zeros(length, device=device)
-        self._next_momentum = torch.zeros(length, device=device)
-        self._changes.append((self._momentum, self._next_momentum))
-
     def gather(self) -> None:
         """Leave in `work` what this process has to send: momenta of its gradients that were not sent yet."""
-        self._work.zero_()
-        self.add_gradients()
-        if self._rule.clip_norm:
-            limit = self._rule.clip_norm / math.sqrt(self._group.size())
-            self._work.mul_(torch.clamp(limit / (torch.linalg.vector_norm(self._work) + 1e-6), max=1.0))
-        torch.add(self._work, self._momentum, alpha=self._rule.momentum, out=self._next_momentum)
+        super().gather()
         torch.add(self._feedback, self._next_momentum, out=self._work)
         self._density = self._find_density()
         self._num_steps += 1
@@ -87,12 +65,9 @@ class SparseSums(CompressedSums):
 
     def save(self) -> dict[str, Any]:
         """Return what was not sent and the momenta, summed over processes, and the number of steps. Collective."""
-        state = {"momentum": self.sum_up(self._momentum), "num_steps": torch.tensor(self._num_steps)}
-        return super().save() | state
+        return super().save() | {"num_steps": torch.tensor(self._num_steps)}
 
-    @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """See `CompressedSums`."""
         super().load(state)
-        self.take_chunks(self._momentum, state["momentum"])
         self._num_steps = int(state["num_steps"])

@@ -16,17 +16,54 @@ which gradients come, and one that is not finite can be taken back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from kftrain.parallel.compression.codecs import BLOCK_SIZE, Codec, all_gather
+from kftrain.parallel.compression.codecs import BLOCK_SIZE, Codec
+from kftrain.parallel.sharded import all_gather
 
 PART = "feedback"
 """Name of the part of a checkpoint: what numbers have lost, summed over processes, by names of parameters."""
+
+
+def send_chunks(rows: torch.Tensor, codec: Codec, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Send each row, `[W, n]`, to its owner; return what waits for those of others, and sums this process's own, `[n]`.
+
+    That leaves in the rows what they have lost.
+    """
+    packed = codec.pack(rows)
+    received = torch.empty_like(packed)
+    flight: Any = dist.all_to_all_single(received, packed, group=group, async_op=True)
+
+    def add_up() -> torch.Tensor:
+        flight.wait()
+        rank = group.rank()
+        total = rows[rank].clone()  # its own share does not travel, and is not rounded
+        rows.sub_(codec.unpack(packed, rows.shape[1]))
+        rows[rank] = 0.0
+        for other, part in enumerate(codec.unpack(received, rows.shape[1]).unbind()):
+            if other != rank:
+                total.add_(part)
+        return total
+
+    return add_up
+
+
+def send_to_all(row: torch.Tensor, codec: Codec, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Send a row, `[n]`, to all; return what waits for those of all, `[W, n]`, its own as it was sent, too."""
+    packed = codec.pack(row.unsqueeze(0))
+    gathered = packed.new_empty(group.size(), packed.shape[1])
+    flight: Any = all_gather(gathered, packed, group=group, async_op=True)
+
+    def unpack() -> torch.Tensor:
+        flight.wait()
+        return codec.unpack(gathered, len(row))
+
+    return unpack
 
 
 class CompressedSums:
@@ -64,6 +101,8 @@ class CompressedSums:
         self._work = torch.zeros(length, device=device)
         """Gradients and what was kept; after the exchange what is to be kept if the step counts."""
         self._feedback = torch.zeros(length if self.has_feedback else 0, device=device)
+        self._state = {"lost": self._feedback} if self.has_feedback else {}
+        """What a checkpoint has of all processes, by name."""
         self._changes = [(self._feedback, self._work)] if self.has_feedback else []
         """Pairs of what is kept from step to step, and its value if this step counts."""
 
@@ -105,26 +144,14 @@ class CompressedSums:
 
     def exchange_bucket(self, start: int, end: int) -> Iterator[None]:
         """Sum a bucket of `work` into `sums`, and leave in `work` what was lost. Stops while it is on its way."""
-        size, rank, codec = self._group.size(), self._group.rank(), self._codec
-        rows, sums = (vector[start:end].view(size, -1) for vector in (self._work, self._sums))
-        num_numbers = rows.shape[1]
-        packed = codec.pack(rows)
-        received = torch.empty_like(packed)
-        flight: Any = dist.all_to_all_single(received, packed, group=self._group, async_op=True)
+        rows, sums = (vector[start:end].view(self._group.size(), -1) for vector in (self._work, self._sums))
+        add_up = send_chunks(rows, self._codec, self._group)
         yield
-        flight.wait()
-        total = rows[rank].clone()  # its own share does not travel, and is not rounded
-        rows.sub_(codec.unpack(packed, num_numbers))
-        for other, part in enumerate(codec.unpack(received, num_numbers).unbind()):
-            if other != rank:
-                total.add_(part)
-        packed_sum = codec.pack(total.unsqueeze(0))
-        gathered = packed_sum.new_empty(size, packed_sum.shape[1])
-        flight = all_gather(gathered, packed_sum, group=self._group, async_op=True)
+        total = add_up()
+        unpack = send_to_all(total, self._codec, self._group)
         yield
-        flight.wait()
-        sums.copy_(codec.unpack(gathered, num_numbers))
-        torch.sub(total, sums[rank], out=rows[rank])
+        sums.copy_(unpack())
+        torch.sub(total, sums[self._group.rank()], out=rows[self._group.rank()])
 
     def take_used(self) -> list[float]:
         """Return 1 for each parameter that had a gradient on this process in this step, 0 for the others."""
@@ -144,29 +171,23 @@ class CompressedSums:
             torch.where(found_inf > 0, kept, changed, out=kept)
 
     def save(self) -> dict[str, Any]:
-        """Return what is kept, summed over processes. Collective."""
-        return {"lost": self.sum_up(self._feedback)}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Keep of the sums of a checkpoint those in this process's chunks, so that each is kept by one process."""
-        self.take_chunks(self._feedback, state["lost"])
-
-    def sum_up(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Sum a vector over processes; return it by names of parameters. Collective."""
-        total = vector.clone()
-        dist.all_reduce(total, group=self._group)
-        return {name: self._view(total, name) for name in self._parameters}
+        """Return what is kept, summed over processes, by names of parameters. Collective."""
+        totals = {part: vector.clone() for part, vector in self._state.items()}
+        for total in totals.values():
+            dist.all_reduce(total, group=self._group)
+        return {part: {name: self._view(total, name) for name in self._parameters} for part, total in totals.items()}
 
     @torch.no_grad()
-    def take_chunks(self, vector: torch.Tensor, parts: dict[str, torch.Tensor]) -> None:
-        """Put this process's chunks of what parameters have in `parts` into a vector, and zeros elsewhere."""
-        total = torch.zeros_like(vector)
-        for name in self._parameters:
-            self._view(total, name).copy_(parts[name])
-        vector.zero_()
-        for start, end in self._bounds:
-            kept, loaded = (whole[start:end].view(self._group.size(), -1) for whole in (vector, total))
-            kept[self._group.rank()] = loaded[self._group.rank()]
+    def load(self, state: dict[str, Any]) -> None:
+        """Keep of the sums of a checkpoint those in this process's chunks, so that each is kept by one process."""
+        total = torch.zeros_like(self._work)
+        for part, vector in self._state.items():
+            vector.zero_()
+            for name in self._parameters:
+                self._view(total, name).copy_(state[part][name])
+            for start, end in self._bounds:
+                kept, loaded = (whole[start:end].view(self._group.size(), -1) for whole in (vector, total))
+                kept[self._group.rank()] = loaded[self._group.rank()]
 
     def _view(self, vector: torch.Tensor, name: str) -> torch.Tensor:
         """Return a parameter's part of a vector, in the parameter's order of memory."""

@@ -1,14 +1,15 @@
-"""Signs of gradients, by majority: signSGD (Bernstein et al. 2018, arXiv:1810.05165).
+"""Signs of momenta, by majority: Signum (Bernstein et al. 2018, arXiv:1810.05165, algorithm 1).
 
-A process sends the signs of its gradients to their owners, which count them, and send out the sign of the sum. A number
-that is 0, such as the gradient of a word that did not occur, has no vote, and a tie is 0; so a sign takes two bits.
+A process sends the signs of its momenta to their owners, which count them, and send out the sign of the sum. A number
+that is 0, such as that of a word that did not occur yet, has no vote, and a tie is 0; so a sign takes two bits.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from kftrain.parallel.compression.sums import CompressedSums
+from kftrain.parallel.compression.momenta import LocalRule, MomentumSums
 
 NO_NUMBER = 3
 """Code of what is not finite; the others are the sign, and 1."""
@@ -29,10 +30,14 @@ class Signs:
         return torch.where(codes == NO_NUMBER, torch.nan, codes.float() - 1)
 
 
-class Votes(CompressedSums):
+class Votes(MomentumSums):
     """Sums of signs, which lose nothing on their way to their owners."""
+
+    def __init__(self, group: dist.ProcessGroup, bucket_bytes: int, rule: LocalRule) -> None:
+        super().__init__(group, Signs(), False, bucket_bytes, rule)
 
     def gather(self) -> None:
         """Leave in `work` this process's votes."""
         super().gather()
-        self._work.copy_(torch.where(self._work.isfinite(), self._work.sign(), torch.nan))
+        momentum = self._next_momentum
+        self._work.copy_(torch.where(momentum.isfinite(), momentum.sign(), torch.nan))

@@ -14,8 +14,9 @@ from kftrain import config
 from kftrain.parallel import gradients, replicas
 from kftrain.parallel.compression.codecs import Int8Blocks
 from kftrain.parallel.compression.low_rank import LowRankSums
+from kftrain.parallel.compression.momenta import LocalRule
 from kftrain.parallel.compression.shards import PackedSums, ShardedFeedback
-from kftrain.parallel.compression.sparse import LocalRule, SparseSums
+from kftrain.parallel.compression.sparse import SparseSums
 from kftrain.parallel.compression.sums import CompressedSums
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import PrecisionConfig
@@ -23,6 +24,7 @@ from kftrain.parallel.sharded import local
 from kftrain.parallel.transforms import distribute, list_transforms
 
 BLOCK = 256
+MOMENTUM, DECAY, CLIP = 0.9, 0.01, 2.0
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,9 @@ def gradients_of_step(case, network, batch, errors, stage, how):
             total += loss
         if how.exchanged_each or start + rows >= len(shares[0]):
             if how.kind == "sign":
-                applied.append(np.sign(sum(np.sign(gradient) for gradient in gradients)))
+                for rank, gradient in enumerate(gradients):  # of a process the error is its momentum
+                    errors[rank] = np.float32(MOMENTUM) * errors[rank] + clipped(gradient, stage.processes)
+                applied.append(np.sign(sum(np.sign(momentum) for momentum in errors)))
             elif how.kind == "powersgd":
                 applied.append(low_rank_sum(gradients, errors, how, parameters))
             elif stage.kind == "ddp":
@@ -313,16 +317,23 @@ def gradients_of_step(case, network, batch, errors, stage, how):
     return functools.reduce(np.add, applied), total
 
 
+def clipped(gradient, processes, limit=CLIP):
+    """A process's own gradient, by its part of the limit."""
+    norm = np.sqrt(np.square(gradient.astype(np.float64)).sum())
+    return gradient * np.float32(min(1.0, limit / processes**0.5 / (norm + 1e-6)))
+
+
 UNCLIPPED = ("train.gradient_clip_norm=0",)
 """Where several processes have parts, their norm is off by a bit; scaled by that, a code would flip sooner or later."""
 
 
 def by_sgd(kind, stages, **others):
-    """A case of plain SGD; signs are not clipped."""
-    how, clip = How(kind, stages, **others), 0.0 if kind == "sign" else 2.0
-    settings = ("optimizer.kind=sgd", "optimizer.momentum=0", f"optimizer.weight_decay={DECAY}")
+    """A case of plain SGD; of signs each process has a momentum, and clips its own gradient."""
+    how, clip = How(kind, stages, **others), 0.0 if kind == "sign" else CLIP
+    momentum = MOMENTUM if kind == "sign" else 0
+    settings = ("optimizer.kind=sgd", f"optimizer.momentum={momentum}", f"optimizer.weight_decay={DECAY}")
     rate = ("optimizer.learning_rate=0.002",) if kind == "sign" else ()
-    case = case_of(how, (*settings, *rate, f"train.gradient_clip_norm={clip}"), clip=clip)
+    case = case_of(how, (*settings, *rate, f"train.gradient_clip_norm={CLIP}"), clip=clip)
     case = replace(case, optimizer=plain_sgd, rate=slow if rate else case.rate)
     is_large = max(stage.processes for stage in stages) > 3
     return replace(case, batch=8, overrides=(*case.overrides, "train.global_batch_size=8")) if is_large else case
@@ -366,8 +377,6 @@ def on(kind, processes, layout="ddp", **others):
 
 # -- the largest numbers -----------------------------------------------------------------------------------------------
 
-MOMENTUM, DECAY = 0.9, 0.01
-
 
 @dataclass(frozen=True)
 class Sparse:
@@ -377,7 +386,7 @@ class Sparse:
     density: float = 0.01
     warmup_steps: int = 0
     bucket_bytes: int = 25 << 20
-    clip: float = 2.0
+    clip: float = CLIP
     skipped: tuple[int, ...] = ()
 
     @property
@@ -417,8 +426,7 @@ def sparse_loop(case, first_weights, parts, how):
                 gradient, more = gradient_of(case, network, weights_of(network, None, whole), part, case.terms(batch))
                 loss += more
                 if how.clip:
-                    norm = np.sqrt(np.square(gradient.astype(np.float64)).sum())
-                    gradient = gradient * np.float32(min(1.0, how.clip / stage.processes**0.5 / (norm + 1e-6)))
+                    gradient = clipped(gradient, stage.processes, how.clip)
                 momenta[rank] = np.float32(MOMENTUM) * momenta[rank] + gradient
                 waiting[rank] = waiting[rank] + momenta[rank]
                 for start, stop in buckets:
@@ -510,8 +518,8 @@ def feedback_counted_twice():
 
     def load_parts(feedback, state, before=ShardedFeedback.load):
         before(feedback, state)
-        for sums in feedback._sums.values():
-            dist.all_reduce(sums.feedback)
+        dist.all_reduce(feedback._feedback)
+        feedback._next_feedback.copy_(feedback._feedback)
 
     return _loading(load, load_parts)
 

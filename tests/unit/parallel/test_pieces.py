@@ -7,15 +7,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from kftrain import config
+from kftrain.models.transformer import Transformer
 from kftrain.parallel import fully_shard
 from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.settings import PrecisionConfig
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import resolve_sharding
-from kftrain.parallel.transforms import distribute
+from kftrain.parallel.transforms import distribute, list_transforms
 
 DIM = 6
 BLOCKS = ("blocks.0", "blocks.1")
+LAYERS = ("model.layers.0", "model.layers.1")
 
 
 class Block(nn.Module):
@@ -99,6 +103,30 @@ def test_a_model_in_pieces_computes_what_it_computes_alone():
         parts = ["called", "read", "attention", "attention.out_proj", "inner.deep.0", "inner.deep.1"]
         within = {f"{block}.{part}" for block in BLOCKS for part in parts}
         assert units == {"", *BLOCKS, *within, "between"}
+
+
+def transformer():
+    torch.manual_seed(5)
+    return Transformer(vocab_size=67, sequence_length=8, dim=32, num_layers=2, num_heads=4).eval()
+
+
+def computed_by_split_matrices(world):
+    """Logits over two shards of two parts of each matrix, and the units."""
+    fully_shard.MIN_PIECE_BYTES = 1
+    model, parallel = transformer(), config.parse("", ["parallel.tensor=2"]).parallel
+    shape = parallel.shape(world.size)
+    strategy = list_transforms(parallel, PrecisionConfig(), [], shape, forward_only=True)
+    distribute(model, strategy, Mesh(shape, world), LAYERS)
+    with torch.no_grad():
+        return model(tokens(0)), {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+
+def test_pieces_of_split_matrices_compute_what_one_process_does():
+    with torch.no_grad():
+        expected = transformer()(tokens(0))
+    for logits, units in ranks.on(4, computed_by_split_matrices):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+        assert {f"{layer}.mlp.down_proj" for layer in LAYERS} < units
 
 
 def test_small_modules_stay_in_their_unit():

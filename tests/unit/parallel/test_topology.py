@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain.parallel.shape import Shape
-from kftrain.parallel.topology import Site, count_groups_apart, describe_axes_across_nodes, order_by_site
+from kftrain.parallel.topology import Site, count_equal_nodes, describe_axes_across_nodes, order_by_site
 
 anywhere = st.lists(st.builds(Site, st.sampled_from("abcd"), st.sampled_from(["", "x", "y"])), min_size=1, max_size=24)
 
@@ -40,7 +40,6 @@ def test_tensor_groups_stay_inside_their_nodes_whatever_order_the_pods_came_in(n
     places = [Site(pod, "xy"[int(pod) % 2]) for pod in pods for _ in range(4)]
     shape = Shape(shard=4 * nodes // tensor, tensor=tensor)
     placed = [places[rank] for rank in order_by_site(places)]
-    assert count_groups_apart(shape, placed, "tensor") == (0, 0)
     assert describe_axes_across_nodes(shape, placed) == []
 
 
@@ -70,6 +69,14 @@ def test_an_axis_that_leaves_its_nodes_is_named():
     assert describe_axes_across_nodes(Shape(shard=4), places) == [], "what has one copy is sharded over all there is"
     assert describe_axes_across_nodes(Shape(replicate=2, shard=2), places) == []
     assert describe_axes_across_nodes(Shape(tensor=4), []) == [], "all processes are on one node"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count"),
+    [("", 1), ("aaaa", 1), ("abcd", 1), ("aab", 1), ("aabb", 2), ("aabbcc", 3)],
+)
+def test_nodes_count_where_a_hierarchical_sum_saves_bytes(nodes, count):
+    assert count_equal_nodes([Site(node) for node in nodes]) == count
 
 
 @pytest.mark.parametrize(
