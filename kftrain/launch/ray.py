@@ -58,6 +58,7 @@ class RayLauncher(SchedulerLauncher[RayJob]):
 
     def run(self, spec: JobSpec) -> int:
         """Run a job: see `Launcher.run`. Raises FencedError once another launcher follows it."""
+        self._require_workers_alone(spec)
         storage.publish_json(_make_launcher_uri(spec), {"launcher": self._token})
         return super().run(spec)
 
