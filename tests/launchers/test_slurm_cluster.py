@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from helpers import jobs
-from launchers.slurm_cluster import SlurmCluster, explain_absence
+from helpers.ports import Held
+from launchers.slurm_cluster import SlurmCluster, explain_absence, explain_absence_of_accounting
 
 from kftrain.core import storage
 from kftrain.errors import LaunchError, OtherJobError
@@ -339,6 +340,107 @@ def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launc
     assert list_steps(paths) == list(range(1, steps + 1))
     assert "restart 1" in read_output(paths) and "DUE TO TIME LIMIT" not in read_output(paths)
     assert read_weights(paths) == undisturbed(steps)
+
+
+@pytest.fixture
+def forgetful(tmp_path, monkeypatch):
+    """A cluster that forgets a job 5 s after its end, and has accounts of it."""
+    reason = explain_absence_of_accounting()
+    if reason:
+        pytest.skip(reason)
+    with SlurmCluster(tmp_path / "forgetful", forget_seconds=5, accounting=True) as started:
+        for name, value in started.environment.items():
+            monkeypatch.setenv(name, value)
+        yield started
+
+
+def test_a_job_that_was_cancelled_while_nobody_looked_is_not_tried_again(forgetful, make_run, launch):
+    paths, _ = make_run("train.steps=100000")
+    launched = launch(paths)
+    wait_for_step(paths, 3)
+    launched.process.send_signal(signal.SIGSTOP)  # a laptop that sleeps
+    job_id = find_job().job_id
+    forgetful.run("scancel", job_id)
+    wait_until(lambda: not forgetful.run("squeue", "--noheader", "--states=all").strip(), 120)
+    launched.process.send_signal(signal.SIGCONT)
+    code, output = launched.finish()
+    assert code == 13 and "somebody cancelled the job" in output, output
+    numbers = forgetful.run("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobIDRaw").split()
+    assert numbers == [job_id], "another attempt was made"
+
+
+SSHD = """\
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/me.pub
+PidFile none
+UsePAM no
+StrictModes no
+SetEnv {environment}
+"""
+
+SSH_CONFIG = """\
+Host login1
+HostName 127.0.0.1
+Port {port}
+IdentityFile {folder}/me
+IdentitiesOnly yes
+UserKnownHostsFile {folder}/known
+GlobalKnownHostsFile none
+"""
+
+
+@pytest.fixture
+def login(cluster, tmp_path, monkeypatch):
+    """A login node `login1` for ssh: a real sshd of this machine. This process itself finds no cluster any more."""
+    if not Path("/usr/sbin/sshd").exists():
+        pytest.skip("no sshd here: apt-get install openssh-server")
+    folder, held = tmp_path / "ssh", Held()
+    folder.mkdir()
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd itself demands it
+    for name in ("host", "me"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    variables = " ".join(f"{name}={value}" for name, value in {**cluster.environment, "OMP_NUM_THREADS": "1"}.items())
+    (folder / "sshd").write_text(SSHD.format(port=held.number, folder=folder, environment=variables))
+    (folder / "known").write_text(f"[127.0.0.1]:{held.number} {(folder / 'host.pub').read_text()}")
+    (folder / "config").write_text(SSH_CONFIG.format(port=held.number, folder=folder))
+    (folder / "programs").mkdir()
+    ssh = folder / "programs" / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/config "$@"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{Path(sys.executable).parent}:/bin")
+    for name in cluster.environment:
+        monkeypatch.delenv(name)
+    sshd = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e", "-f", folder / "sshd"], stderr=subprocess.DEVNULL)
+    wait_until(lambda: subprocess.run([ssh, "login1", "true"], capture_output=True, check=False).returncode == 0, 30)
+    yield folder
+    sshd.terminate()
+    sshd.wait()
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_launcher_elsewhere_works_through_ssh(login, make_run, launch, undisturbed):
+    by_ssh = ["launch.slurm.host=login1", f"launch.slurm.python={sys.executable}"]
+    paths, resolved = make_run("train.steps=60", *by_ssh)
+    build_launcher(resolved).check()
+    launched = launch(paths)
+    wait_for_step(paths, 3)
+    (status,) = build_launcher(resolved).describe(paths.uri)
+    assert (status.state, status.workers) == ("Training", "2/2")
+    launched.process.kill()
+    code, output = launch(paths).finish()
+    assert code == 0 and "is there already: following it" in output, output
+    assert read_weights(paths) == undisturbed(60)
+    paths, resolved = make_run("train.steps=100000", *by_ssh, run_id="cancelled")
+    launched = launch(paths)
+    wait_for_step(paths, 3)
+    build_launcher(resolved).cancel(paths.uri)
+    assert launched.finish()[0] == 13 and not is_orphaned(paths)
+    (login / "me.pub").write_text("")
+    with pytest.raises(LaunchError, match=r"login1: .*Permission denied"):
+        build_launcher(resolved).check()
 
 
 SERVER = """#!/bin/bash

@@ -261,6 +261,33 @@ def test_jobs_of_others_are_not_taken_for_ours():
     assert not first.is_held and not first.has_ended and suspended.is_held
 
 
+SACCT_22_05 = """\
+1|COMPLETED
+2|CANCELLED by 0
+3|FAILED
+5|RUNNING
+6|COMPLETED
+7|CANCELLED by 0
+"""
+"""As sacct of 22.05 printed it, in a cluster of the tests; 7 is the second part of the heterogeneous job 6."""
+
+
+@pytest.mark.parametrize(
+    ("job", "state"), [("2", "CANCELLED"), ("3", "FAILED"), ("5", "RUNNING"), ("6", "COMPLETED"), ("9", "")]
+)
+def test_sacct_says_how_a_job_ended(put_programs, job, state):
+    put_programs(ssh=SSH, sacct=f"""printf '%s\\n' "$@" > "$SEEN"; printf '{SACCT_22_05}'""")
+    assert slurm_queue.read_past_state(job, "me@login1") == state
+
+
+def test_a_cluster_without_accounts_says_nothing_and_one_whose_database_is_away_is_asked_again(put_programs):
+    put_programs(ssh=SSH, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert slurm_queue.read_past_state("1", "me@login1") == ""
+    put_programs(sacct="echo 'sacct: error: slurm_persist_conn_open_without_init: Connection refused' >&2; exit 1")
+    with pytest.raises(SchedulerAwayError):
+        slurm_queue.read_past_state("1", "me@login1")
+
+
 SSH = """[ "$1 $2 $3 $4 $5 $6" = "-o BatchMode=yes -o ConnectTimeout=20 -- me@login1" ] && [ $# = 7 ] || exit 9
 [ ! -e "$SEEN.words" ] || { cat "$SEEN.words" >&2; exit 255; }
 exec sh -c "$7"
