@@ -9,6 +9,7 @@ import time
 
 import pytest
 from e2e.commands import kftrain, options, running
+from e2e.faulty.task import PERMANENT
 from e2e.namespace import wait_until
 from helpers.jobs import losses
 
@@ -210,6 +211,16 @@ def test_a_failure_ends_it(site, promise, changes, code, words, num_attempts, tm
     assert words in command.output
     assert attempts.find_last_attempt(RunPaths(run_uri)) == num_attempts
     assert_nothing_is_left(site, run_uri)
+
+
+@pytest.mark.parametrize("kind", PERMANENT, ids=lambda kind: str(kind.exit_code))
+def test_every_permanent_exit_code_arrives(site, kind, tmp_path):
+    """16 and 19 have promises of their own; 17 and 18 are said of launchers, not of workers."""
+    run_uri = prepare(site, {**FAULTY, "task.fault": kind.__name__, "task.at_call": 2}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.finish(code=kind.exit_code)
+    assert "a fault for good" in command.output
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1
 
 
 @pytest.mark.promise("servers")
