@@ -231,7 +231,7 @@ def test_a_role_of_servers_runs_or_is_refused(site, promise, expect_refusal):
     both = dataclasses.replace(spec, roles=(*spec.roles, Role("server", 1, 1, ("server",))))
     launcher = build_launcher(resolved)
     if promise not in site.refused:
-        assert "server" in launcher.build(both).text  # tests/distributed trains with servers on this machine
+        assert "server" in launcher.build(both).text  # test_slurm_cluster.py and tests/unit/launch run them
         return
     with pytest.raises(LaunchError) as caught:
         launcher.build(both)
