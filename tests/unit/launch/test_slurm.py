@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kftrain import config
@@ -314,10 +314,13 @@ def put_programs(tmp_path, monkeypatch):
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(argument=HOSTILE, text=TEXT)
+@example(argument="a\r\nb", text="a\r\nb")
 def test_by_ssh_no_text_becomes_shell_and_the_script_arrives(put_programs, tmp_path, argument, text):
-    put_programs(ssh=SSH, seen="""cat > "$SEEN.script"; printf '%s\\0' "$SLURM_TIME_FORMAT" "$@" """)
-    seen = slurm_queue.ask_slurm(["seen", argument], text, host="me@login1")
-    assert seen.split("\0") == ["%s", argument, ""]
+    put_programs(
+        ssh=SSH, seen="""cat > "$SEEN.script"; printf '%s\\0' "$SLURM_TIME_FORMAT" "$@" > "$SEEN" """
+    )
+    slurm_queue.ask_slurm(["seen", argument], text, host="me@login1")
+    assert (tmp_path / "seen").read_bytes().decode().split("\0") == ["%s", argument, ""]
     assert (tmp_path / "seen.script").read_bytes() == text.encode()
     assert not (tmp_path / "PWNED").exists()
 
