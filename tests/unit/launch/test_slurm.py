@@ -316,9 +316,7 @@ def put_programs(tmp_path, monkeypatch):
 @given(argument=HOSTILE, text=TEXT)
 @example(argument="a\r\nb", text="a\r\nb")
 def test_by_ssh_no_text_becomes_shell_and_the_script_arrives(put_programs, tmp_path, argument, text):
-    put_programs(
-        ssh=SSH, seen="""cat > "$SEEN.script"; printf '%s\\0' "$SLURM_TIME_FORMAT" "$@" > "$SEEN" """
-    )
+    put_programs(ssh=SSH, seen="""cat > "$SEEN.script"; printf '%s\\0' "$SLURM_TIME_FORMAT" "$@" > "$SEEN" """)
     slurm_queue.ask_slurm(["seen", argument], text, host="me@login1")
     assert (tmp_path / "seen").read_bytes().decode().split("\0") == ["%s", argument, ""]
     assert (tmp_path / "seen.script").read_bytes() == text.encode()
