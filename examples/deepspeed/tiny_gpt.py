@@ -12,8 +12,10 @@ class Block(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.first_norm, self.second_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.enter, self.leave = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.first_norm = nn.LayerNorm(dim)
+        self.enter = nn.Linear(dim, 3 * dim)
+        self.leave = nn.Linear(dim, dim)
+        self.second_norm = nn.LayerNorm(dim)
         self.layers = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
