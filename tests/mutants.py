@@ -1649,6 +1649,13 @@ MUTANTS = [
         "tests/unit/launch/test_slurm.py -k sacct",
     ),
     Mutant(
+        "a driver of Ray that is killed ends the training for good",
+        "kftrain/launch/ray.py",
+        "to_shell_code(job.exit_code or RetryableError.exit_code)",
+        "(job.exit_code or RetryableError.exit_code)",
+        "tests/unit/launch/test_ray.py -k driver_that_was_killed",
+    ),
+    Mutant(
         "a commit of a script has the files of the first node alone",
         "kftrain/train/script_session.py",
         "for node in range(self._num_nodes):",
