@@ -23,6 +23,7 @@ from kftrain.launch.ray_jobs import RayCluster, RayJob, read_job_standing
 from kftrain.launch.ray_settings import RayConfig
 from kftrain.launch.scheduler import GOING_SECONDS, SchedulerLauncher
 from kftrain.launch.spec import JobSpec
+from kftrain.process.signals import to_shell_code
 from kftrain.run.best_effort import best_effort
 from kftrain.run.job_tasks import find_job_task
 from kftrain.run.paths import RunPaths
@@ -58,6 +59,7 @@ class RayLauncher(SchedulerLauncher[RayJob]):
 
     def run(self, spec: JobSpec) -> int:
         """Run a job: see `Launcher.run`. Raises FencedError once another launcher follows it."""
+        self._require_workers_alone(spec)
         storage.publish_json(_make_launcher_uri(spec), {"launcher": self._token})
         return super().run(spec)
 
@@ -120,7 +122,7 @@ class RayLauncher(SchedulerLauncher[RayJob]):
             return None
         if job.state == "STOPPED":
             return Preempted.exit_code
-        return 0 if job.state == "SUCCEEDED" else job.exit_code or RetryableError.exit_code
+        return 0 if job.state == "SUCCEEDED" else to_shell_code(job.exit_code or RetryableError.exit_code)
 
     def _require_lead(self, spec: JobSpec) -> None:
         """Raise FencedError once another launcher follows the job."""

@@ -125,6 +125,10 @@ class SchedulerLauncher(ABC, Generic[JobT]):
     def _make_status(self, job: JobT) -> JobStatus:
         """Describe a job that has not ended."""
 
+    def _recall(self, job: JobT) -> JobT | None:
+        """Return a job that is not listed any more as it ended; None where the scheduler has forgotten it."""
+        return None
+
     def _require_lead(self, spec: JobSpec) -> None:
         """Raise FencedError once another launcher follows the job; where it cannot, do nothing."""
 
@@ -148,7 +152,6 @@ class SchedulerLauncher(ABC, Generic[JobT]):
 
         Raises OtherJobError where a job with another configuration is at work on the run.
         """
-        self._require_workers_alone(spec)
         with handle_signals((INTERRUPT, *STOP), self._on_signal):
             job = self._submit_or_adopt(spec)
             if job is not None:
@@ -213,7 +216,8 @@ class SchedulerLauncher(ABC, Generic[JobT]):
             self._require_lead(spec)
             current: JobT | None = job
             with tolerate_absence():
-                current = next((other for other in self._list_jobs(mine=True) if other.job_id == job.job_id), None)
+                listed = (other for other in self._list_jobs(mine=True) if other.job_id == job.job_id)
+                current = next(listed, None) or self._recall(job)
                 if self.interrupted and current is not None and not current.has_ended:
                     self._tell_to_end(current)
             if current is not None:
@@ -244,7 +248,7 @@ class SchedulerLauncher(ABC, Generic[JobT]):
         if error is not None and 0 < error.exit_code < FIRST_RETRYABLE_CODE:
             return error.exit_code
         if 0 < code < FIRST_RETRYABLE_CODE:
-            raise LaunchError("the job failed before its workers began", where=where, value=job.reason[-300:])
+            raise LaunchError("the job failed outside of its workers", where=where, value=job.reason[-300:])
         return code
 
     def _end(self, jobs: list[JobT]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kftrain.config import Config
@@ -41,18 +42,17 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
 
     def check(self) -> None:
         """Raise LaunchError if no such jobs can be started from here: see `Launcher.check`."""
-        slurm_queue.require_commands()
+        slurm_queue.require_commands(self._host)
         slurm_script.require_shared_folder(self._config.run.storage_root)
-        if self._config.launch.slurm.container == "pyxis" and "--container-image" not in slurm_queue.ask_slurm(
-            ["srun", "--help"]
-        ):
+        has_pyxis = self._config.launch.slurm.container == "pyxis"
+        if has_pyxis and "--container-image" not in self._ask(["srun", "--help"]):
             raise LaunchError(
                 "srun of this cluster has no pyxis",
                 where="launch.slurm.container",
                 value="pyxis",
                 fix="its administrator installs https://github.com/NVIDIA/pyxis; or use apptainer",
             )
-        if "proctrack/linuxproc" in slurm_queue.ask_slurm(["scontrol", "show", "config"]):
+        if "proctrack/linuxproc" in self._ask(["scontrol", "show", "config"]):
             raise LaunchError(
                 "this cluster signals every process of a job, so that workers could not commit",
                 where="ProctrackType",
@@ -62,20 +62,27 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
 
     def build(self, spec: JobSpec) -> Request:
         """Build the command line of sbatch and the script that it reads: see `Launcher.build`."""
-        self._require_workers_alone(spec)
         return slurm_script.build_request(spec, self._config)
 
     def run(self, spec: JobSpec) -> int:
         """Run a job as the only launcher of it: see `Launcher.run`."""
         slurm_script.require_shared_folder(spec.run_uri)
-        with slurm_queue.hold_job(_make_folder(spec.run_uri) / f"{spec.task}.launcher", spec.run_uri):
+        path = _make_folder(spec.run_uri) / f"{spec.task}.launcher"
+        with slurm_queue.hold_job(path, spec.run_uri):
+            if self._host and self._ask(["sh", "-c", 'test -e "$0" && echo yes || echo no', str(path)]) != "yes\n":
+                raise LaunchError(
+                    "this host does not reach the folder of the run",
+                    where="launch.slurm.host",
+                    value=self._host,
+                    fix="set run.storage_root to a path that the launcher and all nodes share, and that you may read",
+                )
             return super().run(spec)
 
     def suspend(self, run: str) -> list[str]:
         """Requeue the run's jobs after a commit, and hold them: see `Jobs.suspend`."""
         return self._tell_until(
             self._require_active(run),
-            lambda job: slurm_queue.tell_job(job, "USR2", ["scontrol", "hold"]),
+            lambda job: slurm_queue.tell_job(job, "USR2", ["scontrol", "hold"], self._host),
             lambda job: job.is_held,
         )
 
@@ -83,7 +90,7 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
         """Release the held jobs of the run: see `Jobs.unsuspend`."""
         jobs = [job for job in self._require_active(run) if job.is_held]
         for job in jobs:
-            slurm_queue.ask_slurm(["scontrol", "release", job.job_id])
+            self._ask(["scontrol", "release", job.job_id])
         return [job.title for job in jobs]
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
@@ -110,15 +117,26 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
                 return
             time.sleep(scheduler.POLL_SECONDS)
 
+    @property
+    def _host(self) -> str:
+        return self._config.launch.slurm.host
+
+    def _ask(self, command: list[str], text: str = "") -> str:
+        return slurm_queue.ask_slurm(command, text, self._host)
+
     def _list_jobs(self, mine: bool = False) -> list[SlurmJob]:
-        return slurm_queue.list_jobs(mine)
+        return slurm_queue.list_jobs(mine, self._host)
+
+    def _recall(self, job: SlurmJob) -> SlurmJob | None:
+        state = slurm_queue.read_past_state(job.job_id, self._host)
+        return replace(job, state=state) if state in slurm_queue.ENDED else None
 
     def _submit(self, spec: JobSpec, jobs: list[SlurmJob]) -> str:
         request = self.build(spec)
-        return slurm_queue.ask_slurm(request.content["command"], request.content["script"]).strip().split(";")[0]
+        return self._ask(request.content["command"], request.content["script"]).strip().split(";")[0]
 
     def _tell_to_end(self, job: SlurmJob) -> None:
-        slurm_queue.tell_job(job, "USR1", ["scancel", "--state=PENDING"])
+        slurm_queue.tell_job(job, "USR1", ["scancel", "--state=PENDING"], self._host)
 
     def _open_output(self, job: SlurmJob) -> Callable[[], list[str]]:
         return LogLines(_make_path(job, "log")).read

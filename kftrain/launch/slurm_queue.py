@@ -7,6 +7,7 @@ import fcntl
 import getpass
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -29,6 +30,10 @@ COMMANDS = ("sbatch", "squeue", "scontrol", "scancel")
 COMMAND_SECONDS = 60.0
 """Seconds that one of them may take; they themselves ride out short absences of slurmctld."""
 
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+SSH_FAILED = 255
+"""Exit code of ssh where it has not run the command."""
+
 PROGRESS_BYTES = 64 << 10
 """Length of the end of a log in which the last step is looked for."""
 
@@ -40,6 +45,9 @@ ENDED = frozenset(
 HELD = frozenset(("JobHeldUser", "JobHeldAdmin", "job requeued in held state"))
 """Reasons of a job that waits until somebody releases it."""
 
+TIMES = {"SLURM_TIME_FORMAT": "%s"}
+"""Variables of Slurm's commands: times are seconds since the epoch."""
+
 FORMAT = "%A|%T|%r|%u|%D|%V|%k"
 
 AWAY = (
@@ -49,6 +57,9 @@ AWAY = (
     "Connection timed out",
 )
 """Words of commands that did not reach slurmctld."""
+
+SHUT_OUT = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
+"""Words of ssh where another try would fail, too."""
 
 
 @dataclass(frozen=True)
@@ -76,45 +87,52 @@ def make_comment(run_uri: str, task: str, digest: str) -> str:
     return json.dumps({"kftrain": 1, "run": run_uri, "task": task, "digest": digest})
 
 
-def require_commands() -> None:
-    """Raise LaunchError where Slurm's commands are not installed."""
-    missing = [name for name in COMMANDS if shutil.which(name) is None]
+def require_commands(host: str = "") -> None:
+    """Raise LaunchError where Slurm's commands, or ssh to the host that has them, are not installed."""
+    missing = [name for name in (SSH[:1] if host else COMMANDS) if shutil.which(name) is None]
     if missing:
         raise LaunchError(
             f"this machine has no {', '.join(missing)}",
             where="launch.backend",
             value="slurm",
-            fix="launch on a login node of the cluster; a step of a Kubeflow pipeline has pods, no Slurm",
+            fix="install ssh" if host else "launch on a login node, or name one that ssh reaches by launch.slurm.host",
         )
 
 
-def ask_slurm(command: Sequence[str], text: str = "") -> str:
-    """Run one of Slurm's commands, with `text` as its input; return its output.
+def ask_slurm(command: Sequence[str], text: str = "", host: str = "") -> str:
+    """Run one of Slurm's commands, by ssh where there is a host, with `text` as its input; return its output.
 
-    Raises LaunchError with Slurm's own words, as SchedulerAwayError where slurmctld cannot be reached.
+    Raises LaunchError with Slurm's or ssh's own words, as SchedulerAwayError where slurmctld or the host is away.
     """
-    require_commands()
+    require_commands(host)
     # An allocation that the launcher itself runs in must not set options of its jobs.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SBATCH_", "SLURM_", "SQUEUE_"))}
     conf = {"SLURM_CONF": os.environ["SLURM_CONF"]} if "SLURM_CONF" in os.environ else {}
-    environment = {**kept, **conf, "SLURM_TIME_FORMAT": "%s"}
+    environment = {**kept, **conf, **TIMES}
+    if host:  # a shell there reads the command
+        times = (f"{name}={value}" for name, value in TIMES.items())
+        command = [*SSH, "--", host, shlex.join(["env", *times, *command])]
     try:
         done = subprocess.run(
             command, input=text, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise SchedulerAwayError(f"{command[0]} does not answer", where="slurm") from None
+        raise SchedulerAwayError(f"{command[0]} does not answer", where=host or "slurm") from None
+    except FileNotFoundError:
+        raise LaunchError(f"this machine has no {command[0]}", where="slurm") from None
     if done.returncode:
         words = "; ".join(line for line in done.stderr.splitlines() if line.strip()) or f"exit code {done.returncode}"
-        kind = SchedulerAwayError if any(part in words for part in AWAY) else LaunchError
-        raise kind(words, where="slurm")
+        is_away = any(part in words for part in AWAY)
+        if host and done.returncode == SSH_FAILED:
+            is_away = not any(part in words for part in SHUT_OUT)
+        raise (SchedulerAwayError if is_away else LaunchError)(words, where=host or "slurm")
     return done.stdout
 
 
-def list_jobs(mine: bool = False) -> list[SlurmJob]:
+def list_jobs(mine: bool = False, host: str = "") -> list[SlurmJob]:
     """List kftrain's jobs, those that have just ended too, the newest last; `mine`: those of this user."""
     command = ["squeue", "--noheader", "--states=all", f"--format={FORMAT}"]
-    output = ask_slurm([*command, f"--user={getpass.getuser()}"] if mine else command)
+    output = ask_slurm([*command, "--me"] if mine else command, host=host)
     jobs = [job for line in output.splitlines() if (job := parse_job(line)) is not None]
     return sorted(jobs, key=lambda job: int(job.job_id))
 
@@ -145,6 +163,19 @@ def parse_job(line: str) -> SlurmJob | None:
         return None
 
 
+def read_past_state(job_id: str, host: str = "") -> str:
+    """Return the state of a job that squeue has forgotten; empty where the cluster keeps no accounts, or not of it."""
+    command = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", "--format=JobIDRaw,State"]
+    try:
+        output = ask_slurm(command, host=host)
+    except SchedulerAwayError:
+        raise
+    except LaunchError:
+        return ""
+    states = dict(line.split("|", 1) for line in output.splitlines() if "|" in line)
+    return states.get(job_id, "").partition(" ")[0]  # `CANCELLED by 1000`
+
+
 class LogLines:
     """The lines of a job's log, as they come."""
 
@@ -172,11 +203,11 @@ def read_progress(path: Path) -> str:
     return ""
 
 
-def tell_job(job: SlurmJob, signal_name: str, wait_command: list[str]) -> None:
+def tell_job(job: SlurmJob, signal_name: str, wait_command: list[str], host: str = "") -> None:
     """Tell the script of a job that runs, by a signal, and Slurm of a job that waits, what the job is to do."""
     running = ["scancel", "--batch", f"--signal={signal_name}"]
     try:
-        ask_slurm([*(wait_command if job.state == "PENDING" else running), job.job_id])
+        ask_slurm([*(wait_command if job.state == "PENDING" else running), job.job_id], host=host)
     except LaunchError as error:  # it has changed since the look; but somebody else's job stays as it is
         if "ermission" in error.line:
             raise

@@ -17,6 +17,9 @@ from kftrain.launch.slurm_settings import SlurmConfig
 from kftrain.launch.spec import JobSpec
 from kftrain.run.paths import RunPaths
 
+GRACE_SECONDS = 30
+"""Seconds that a node of another role has to end once it is told to stop: the default grace of a pod."""
+
 
 def build_request(spec: JobSpec, config: Config) -> Request:
     """Build what submits the workers of a job. Raises LaunchError for a root that nodes cannot share."""
@@ -40,6 +43,14 @@ def build_command(spec: JobSpec, settings: SlurmConfig) -> list[str]:
         "--gpus-per-node": settings.gpus_per_node,
         "--time": settings.time_limit_minutes,
     }
+    resources = [
+        *(f"{option}={value}" for option, value in values.items() if value),
+        *(("--exclusive",) if settings.exclusive else ()),
+    ]
+    others = [  # with a comment of their own: they would have that of the first part, and look like jobs of ours
+        (":", f"--comment={role.name}", f"--nodes={role.replicas}", "--ntasks-per-node=1", "--requeue", *resources)
+        for role in spec.others
+    ]
     return [
         *("sbatch", "--parsable", f"--job-name={RunPaths(spec.run_uri).run_id}-{spec.task}"),
         f"--comment={slurm_queue.make_comment(spec.run_uri, spec.task, spec.config_digest)}",
@@ -47,8 +58,8 @@ def build_command(spec: JobSpec, settings: SlurmConfig) -> list[str]:
         *(f"--chdir={make_folder_path(spec.run_uri)}", f"--output={spec.task}-%j.log", "--open-mode=append"),
         *(f"--nodes={spec.workers.replicas}", "--ntasks-per-node=1", "--requeue"),
         f"--signal=B:TERM@{settings.commit_seconds}",
-        *(f"{option}={value}" for option, value in values.items() if value),
-        *(("--exclusive",) if settings.exclusive else ()),
+        *resources,
+        *(option for part in others for option in part),
     ]
 
 
@@ -59,11 +70,20 @@ def build_script(spec: JobSpec, config: Config) -> str:
     template = jinja2.Template(text, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     python = settings.python or ("python" if settings.container else sys.executable)
     options, prefix = _enter_container(settings, config.run.storage_root)
+    start = [*prefix, python, "-m", "kftrain"]
+    nodes = [
+        (group, shlex.quote(f"s/^/[{role.name} {rank}] /"), rank, shlex.join([*start, *role.arguments]))
+        for group, role in enumerate(spec.others, start=1)
+        for rank in range(role.replicas)
+    ]
     script: str = template.render(
         environment=[(name, shlex.quote(value)) for name, value in sorted(spec.environment.items())],
         modules=shlex.join(settings.modules),
         options=shlex.join(options),
-        command=shlex.join([*prefix, python, "-m", "kftrain", *spec.workers.arguments]),
+        command=shlex.join([*start, *spec.workers.arguments]),
+        nodes=nodes,
+        parts=" ".join(f'"$SLURM_JOB_ID_HET_GROUP_{group}"' for group in range(1, len(spec.roles))),
+        grace=GRACE_SECONDS,
         task=spec.task,
     )
     return script

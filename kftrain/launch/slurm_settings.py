@@ -58,6 +58,15 @@ class SlurmConfig(Section):
     container_mounts: KeepsTraining[list[Words]] = Field(default=[])
     """Paths in the container beside `run.storage_root`, as `source:destination`."""
 
+    host: KeepsTraining[Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.@:-]*)?$")]] = ""
+    """Login node to which the launcher gives Slurm's commands by ssh, `me@login1`; empty: it is on one itself."""
+
+    @model_validator(mode="after")
+    def _require_python_of_host(self) -> SlurmConfig:
+        if self.host and not (self.python or self.container):
+            raise ValueError("with host, python names one of the nodes: the launcher's own may not be there")
+        return self
+
     @model_validator(mode="after")
     def _require_whole_container(self) -> SlurmConfig:
         if bool(self.container) != bool(self.container_image) or (self.container_mounts and not self.container):

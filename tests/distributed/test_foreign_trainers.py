@@ -21,7 +21,7 @@ from kftrain.run.script import Script, with_script_digest
 from kftrain.trust import require_written
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers" / "scripts" / "ddp.py")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_TRANSFORMER = "model: {kind: transformer, dim: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2}"
 
 
@@ -117,11 +117,15 @@ def test_a_script_that_is_not_here_is_refused_before_anything_starts():
         with_script_digest(config.parse("train: {command: [-m, no_such_module_anywhere]}"))
 
 
-def test_the_example_names_a_script_and_a_model_that_lie_beside_it(monkeypatch):
-    monkeypatch.chdir(EXAMPLE)
-    resolved = with_script_digest(config.load("llama.yaml"))
-    assert len(resolved.train.command_digest) == 64 and resolved.model.kind == "tiny_llama:TinyLlama"
-    require_written(resolved.model.kind, "model.kind", str(EXAMPLE))
+@pytest.mark.parametrize(
+    ("folder", "file", "kind"),
+    [("huggingface", "llama.yaml", "tiny_llama:TinyLlama"), ("deepspeed", "gpt.yaml", "tiny_gpt:TinyGpt")],
+)
+def test_the_examples_name_scripts_and_models_that_lie_beside_them(folder, file, kind, monkeypatch):
+    monkeypatch.chdir(EXAMPLES / folder)
+    resolved = with_script_digest(config.load(file))
+    assert resolved.train.command_digest and resolved.model.kind == kind
+    require_written(kind, "model.kind", str(EXAMPLES / folder))
 
 
 @pytest.mark.parametrize("path", ["a", "a/b.pt", "COMMITTED", "x=2F=y", "ü%2F..", ".hidden/=/a b"])

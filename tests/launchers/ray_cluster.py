@@ -107,10 +107,17 @@ class RayCluster:
     def _start(self, *options: str) -> None:
         command = [str(Path(self.python).with_name("ray")), "start", "--block", "--disable-usage-stats", *options]
         command += ["--num-cpus=1", f"--object-store-memory={MEMORY_BYTES}"]
-        with (self._folder.parent / f"ray-{len(self._processes)}.out").open("ab") as out:
-            self._processes.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment)
-            )
+        self._processes.append(self._run(command, len(self._processes)))
+
+    def _run(self, command: list[str], number: int) -> subprocess.Popen[bytes]:
+        with (self._folder.parent / f"ray-{number}.out").open("ab") as out:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment)
+
+    def _restart_what_gave_up(self) -> None:
+        """Ray gives itself 30 s to start, which are not enough on a machine with much other work."""
+        for number, process in enumerate(self._processes):
+            if process.poll():
+                self._processes[number] = self._run(list(process.args), number)
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -125,6 +132,7 @@ class RayCluster:
                     return
             except OSError:
                 pass
+            self._restart_what_gave_up()
             logs = "\n".join(path.read_text()[-2000:] for path in self._folder.parent.glob("ray-*.out"))
             assert time.monotonic() < deadline, logs
             time.sleep(0.3)

@@ -7,9 +7,11 @@ Debian's `slurm-wlm` and `munge`, and root, as slurmd does.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -42,7 +44,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=20
-MinJobAge=300
+MinJobAge={forget_seconds}
 SlurmdTimeout=60
 InactiveLimit=0
 TmpFS={folder}/tmp
@@ -63,6 +65,29 @@ PartitionName=urgent Nodes=node1,node2 MaxTime=INFINITE PriorityTier=10 State=UP
 """  # noqa: E501 - a node is a line
 
 
+ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStoragePass={folder}/munge.socket
+"""
+
+DATABASE_CONFIG = """\
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+DbdHost={host}
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser=root
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={database_port}
+StorageUser=slurm
+StoragePass=slurm
+PidFile={folder}/slurmdbd.pid
+LogFile={folder}/slurmdbd.log
+"""
+
 GPUS = "NodeName=node1 Name=gpu File=/dev/null\nNodeName=node1 Name=gpu File=/dev/zero\n"
 """Devices that Slurm counts as GPUs: no test computes on them."""
 
@@ -75,11 +100,24 @@ def explain_absence() -> str:
     return "" if os.geteuid() == 0 else "slurmd needs root"
 
 
-class SlurmCluster:
-    """Context manager of a running cluster with the nodes `node1` and `node2`, and its commands."""
+def explain_absence_of_accounting() -> str:
+    """Return why no accounting can be started here; empty where it can."""
+    missing = [name for name in ("slurmdbd", "mariadbd") if not Path("/usr/sbin", name).exists()]
+    return f"no {', '.join(missing)} here: apt-get install slurmdbd mariadb-server" if missing else ""
 
-    def __init__(self, folder: Path, proctrack: str = "pgid") -> None:
+
+class SlurmCluster:
+    """Context manager of a running cluster with the nodes `node1` and `node2`, and its commands.
+
+    It forgets a job `forget_seconds` after its end; with accounting, `sacct` remembers it.
+    """
+
+    def __init__(
+        self, folder: Path, proctrack: str = "pgid", forget_seconds: int = 300, accounting: bool = False
+    ) -> None:
         self.folder = folder
+        self._forget_seconds = forget_seconds
+        self._accounting = accounting
         self.config_file = folder / "slurm.conf"
         self._proctrack = proctrack
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -99,7 +137,14 @@ class SlurmCluster:
         self._ports = {name: Held() for name in ("controller_port", "first_port", "second_port")}
         ports = {name: port.number for name, port in self._ports.items()}
         host = subprocess.check_output(["hostname", "-s"], text=True).strip()
-        text = CONFIG.format(folder=self.folder, host=host, proctrack=self._proctrack, **ports)
+        values = {"folder": self.folder, "host": host, "forget_seconds": self._forget_seconds, **ports}
+        text = CONFIG.format(proctrack=self._proctrack, **values)
+        if self._accounting:
+            self._ports["database_port"], self._ports["port"] = Held(), Held()
+            self._start_accounting(host, self._ports["database_port"].number, self._ports["port"].number)
+            text = text.replace(
+                "NodeName=", ACCOUNTING.format(folder=self.folder, port=self._ports["port"].number) + "NodeName=", 1
+            )
         self.config_file.write_text(text)
         (self.folder / "gres.conf").write_text(GPUS)
         self.start_controller()
@@ -169,6 +214,33 @@ class SlurmCluster:
         deadline = time.monotonic() + START_SECONDS
         while not (self.folder / "munge.socket").exists():
             assert time.monotonic() < deadline, (self.folder / "munged.out").read_text()
+            time.sleep(0.1)
+
+    def _start_accounting(self, host: str, database_port: int, port: int) -> None:
+        """Start MariaDB and slurmdbd, and make the cluster known there."""
+        data, user = self.folder / "mariadb", f"--user={getpass.getuser()}"
+        made = ["mariadb-install-db", "--no-defaults", f"--datadir={data}", user, "--skip-test-db"]
+        subprocess.run(made, check=True, capture_output=True, timeout=START_SECONDS)
+        allow = self.folder / "allow.sql"
+        allow.write_text("GRANT ALL ON *.* TO 'slurm'@'127.0.0.1' IDENTIFIED BY 'slurm';\n")
+        options = [f"--socket={self.folder}/mariadb.socket", "--bind-address=127.0.0.1", f"--port={database_port}"]
+        limits = ["--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900", f"--init-file={allow}"]
+        self._start("mariadbd", "/usr/sbin/mariadbd", "--no-defaults", f"--datadir={data}", user, *options, *limits)
+        settings = self.folder / "slurmdbd.conf"
+        text = DATABASE_CONFIG.format(folder=self.folder, host=host, port=port, database_port=database_port)
+        settings.write_text(text)
+        settings.chmod(0o600)
+        self._wait_for_port(database_port)
+        # It reads slurmdbd.conf beside slurm.conf.
+        self._start("slurmdbd", "/usr/sbin/slurmdbd", "-D")
+        self._wait_for_port(port)
+
+    def _wait_for_port(self, port: int) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+                return
+            assert time.monotonic() < deadline, self._read_logs()
             time.sleep(0.1)
 
     def _wait_for_nodes(self) -> None:

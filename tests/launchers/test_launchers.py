@@ -9,6 +9,7 @@ import time
 
 import pytest
 from e2e.commands import kftrain, options, running
+from e2e.faulty.task import PERMANENT
 from e2e.namespace import wait_until
 from helpers.jobs import losses
 
@@ -212,6 +213,16 @@ def test_a_failure_ends_it(site, promise, changes, code, words, num_attempts, tm
     assert_nothing_is_left(site, run_uri)
 
 
+@pytest.mark.parametrize("kind", PERMANENT, ids=lambda kind: str(kind.exit_code))
+def test_every_permanent_exit_code_arrives(site, kind, tmp_path):
+    """16 and 19 have promises of their own; 17 and 18 are said of launchers, not of workers."""
+    run_uri = prepare(site, {**FAULTY, "task.fault": kind.__name__, "task.at_call": 2}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.finish(code=kind.exit_code)
+    assert "a fault for good" in command.output
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 1
+
+
 @pytest.mark.promise("servers")
 def test_a_role_of_servers_runs_or_is_refused(site, promise, expect_refusal):
     pairs = [f"{key}={value}" for key, value in site.settings.items()]
@@ -220,7 +231,7 @@ def test_a_role_of_servers_runs_or_is_refused(site, promise, expect_refusal):
     both = dataclasses.replace(spec, roles=(*spec.roles, Role("server", 1, 1, ("server",))))
     launcher = build_launcher(resolved)
     if promise not in site.refused:
-        assert "server" in launcher.build(both).text  # tests/distributed trains with servers on this machine
+        assert "server" in launcher.build(both).text  # test_slurm_cluster.py and tests/unit/launch run them
         return
     with pytest.raises(LaunchError) as caught:
         launcher.build(both)

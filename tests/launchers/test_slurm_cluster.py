@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from helpers import jobs
-from launchers.slurm_cluster import SlurmCluster, explain_absence
+from helpers.ports import Held
+from launchers.slurm_cluster import SlurmCluster, explain_absence, explain_absence_of_accounting
 
 from kftrain.core import storage
 from kftrain.errors import LaunchError, OtherJobError
 from kftrain.launch import scheduler
 from kftrain.launch.base import build_launcher
 from kftrain.launch.slurm_queue import list_jobs
-from kftrain.launch.spec import make_job
+from kftrain.launch.spec import Role, make_job
 from kftrain.run import documents
 from kftrain.run.documents import Completion
 from kftrain.run.job_tasks import TRAINING
@@ -141,16 +144,16 @@ def is_orphaned(paths):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Returns the final weights of a run of so many steps that nothing happens to: two nodes, without any Slurm."""
+    """Returns the final weights of a run of so many steps that nothing happens to, of one machine without any Slurm."""
     weights = {}
 
-    def train(steps):
-        if steps not in weights:
+    def train(steps, processes=2):
+        if (steps, processes) not in weights:
             paths, resolved = jobs.make_run(tmp_path_factory.mktemp("undisturbed"), [f"train.steps={steps}"])
-            done = jobs.run_worker(paths, resolved, processes=2)
+            done = jobs.run_worker(paths, resolved, processes=processes)
             assert done.returncode == 0, done.stdout + done.stderr
-            weights[steps] = read_weights(paths)
-        return weights[steps]
+            weights[steps, processes] = read_weights(paths)
+        return weights[steps, processes]
 
     return train
 
@@ -337,3 +340,178 @@ def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launc
     assert list_steps(paths) == list(range(1, steps + 1))
     assert "restart 1" in read_output(paths) and "DUE TO TIME LIMIT" not in read_output(paths)
     assert read_weights(paths) == undisturbed(steps)
+
+
+@pytest.fixture
+def forgetful(tmp_path, monkeypatch):
+    """A cluster that forgets a job 5 s after its end, and has accounts of it."""
+    reason = explain_absence_of_accounting()
+    if reason:
+        pytest.skip(reason)
+    with SlurmCluster(tmp_path / "forgetful", forget_seconds=5, accounting=True) as started:
+        for name, value in started.environment.items():
+            monkeypatch.setenv(name, value)
+        yield started
+
+
+def test_a_job_that_was_cancelled_while_nobody_looked_is_not_tried_again(forgetful, make_run, launch):
+    paths, _ = make_run("train.steps=100000")
+    launched = launch(paths)
+    wait_for_step(paths, 3)
+    launched.process.send_signal(signal.SIGSTOP)  # a laptop that sleeps
+    job_id = find_job().job_id
+    forgetful.run("scancel", job_id)
+    wait_until(lambda: not forgetful.run("squeue", "--noheader", "--states=all").strip(), 120)
+    launched.process.send_signal(signal.SIGCONT)
+    code, output = launched.finish()
+    assert code == 13 and "somebody cancelled the job" in output, output
+    numbers = forgetful.run("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobIDRaw").split()
+    assert numbers == [job_id], "another attempt was made"
+
+
+SSHD = """\
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/me.pub
+PidFile none
+UsePAM no
+StrictModes no
+SetEnv {environment}
+"""
+
+SSH_CONFIG = """\
+Host login1
+HostName 127.0.0.1
+Port {port}
+IdentityFile {folder}/me
+IdentitiesOnly yes
+UserKnownHostsFile {folder}/known
+GlobalKnownHostsFile none
+"""
+
+
+@pytest.fixture
+def login(cluster, tmp_path, monkeypatch):
+    """A login node `login1` for ssh: a real sshd of this machine. This process itself finds no cluster any more."""
+    if not Path("/usr/sbin/sshd").exists():
+        pytest.skip("no sshd here: apt-get install openssh-server")
+    folder, held = tmp_path / "ssh", Held()
+    folder.mkdir()
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd itself demands it
+    for name in ("host", "me"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    variables = " ".join(f"{name}={value}" for name, value in {**cluster.environment, "OMP_NUM_THREADS": "1"}.items())
+    (folder / "sshd").write_text(SSHD.format(port=held.number, folder=folder, environment=variables))
+    (folder / "known").write_text(f"[127.0.0.1]:{held.number} {(folder / 'host.pub').read_text()}")
+    (folder / "config").write_text(SSH_CONFIG.format(port=held.number, folder=folder))
+    (folder / "programs").mkdir()
+    ssh = folder / "programs" / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/config "$@"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{Path(sys.executable).parent}:/bin")
+    for name in cluster.environment:
+        monkeypatch.delenv(name)
+    sshd = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e", "-f", folder / "sshd"], stderr=subprocess.DEVNULL)
+    wait_until(lambda: subprocess.run([ssh, "login1", "true"], capture_output=True, check=False).returncode == 0, 30)
+    yield folder
+    sshd.terminate()
+    sshd.wait()
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_launcher_elsewhere_works_through_ssh(login, make_run, launch, undisturbed):
+    by_ssh = ["launch.slurm.host=login1", f"launch.slurm.python={sys.executable}"]
+    paths, resolved = make_run("train.steps=60", *by_ssh)
+    build_launcher(resolved).check()
+    launched = launch(paths)
+    wait_for_step(paths, 3)
+    (status,) = build_launcher(resolved).describe(paths.uri)
+    assert (status.state, status.workers) == ("Training", "2/2")
+    launched.process.kill()
+    code, output = launch(paths).finish()
+    assert code == 0 and "is there already: following it" in output, output
+    assert read_weights(paths) == undisturbed(60)
+    paths, resolved = make_run("train.steps=100000", *by_ssh, run_id="cancelled")
+    launched = launch(paths)
+    wait_for_step(paths, 3)
+    build_launcher(resolved).cancel(paths.uri)
+    assert launched.finish()[0] == 13 and not is_orphaned(paths)
+    (login / "me.pub").write_text("")
+    with pytest.raises(LaunchError, match=r"login1: .*Permission denied"):
+        build_launcher(resolved).check()
+
+
+SERVER = """#!/bin/bash
+[ "$3" = server ] || exec {python} "$@"
+trap 'echo stopped; exit' INT
+echo "serves as $KFTRAIN_NODE_RANK beside $KFTRAIN_MASTER_ADDRESS"
+until [ -e "$4" ]; do sleep 0.1; done
+exit 11
+"""
+"""Stands for Python: a server serves until it is told to stop, and fails once a file is there."""
+
+
+@pytest.fixture
+def make_served_run(make_run, tmp_path):
+    """Makes a run of one node of workers, and a job with a server beside it; the server fails once `fails` is there."""
+    python = tmp_path / "python"
+    python.write_text(SERVER.format(python=sys.executable))
+    python.chmod(0o755)
+
+    def make(*overrides):
+        paths, resolved = make_run("launch.nodes=1", f"launch.slurm.python={python}", *overrides)
+        spec = make_job(TRAINING, paths, resolved)
+        server = Role("server", 1, 1, ("server", str(tmp_path / "fails")))
+        return paths, resolved, dataclasses.replace(spec, roles=(*spec.roles, server))
+
+    return make
+
+
+def do_when(is_so, action):
+    """Do something beside the test as soon as something is so."""
+    thread = threading.Thread(target=lambda: (wait_until(is_so), action()))
+    thread.start()
+    return thread
+
+
+def test_a_server_works_beside_the_workers_until_they_are_done(make_served_run, undisturbed):
+    paths, resolved, spec = make_served_run()
+    assert build_launcher(resolved).run(spec) == 0
+    assert read_weights(paths) == undisturbed(20, processes=1)
+    lines = read_output(paths).splitlines()
+    assert "[server 0] serves as 0 beside 127.0.0.1" in lines and "[server 0] stopped" in lines
+    assert not is_orphaned(paths)
+
+
+def test_a_server_that_fails_ends_the_workers_after_a_commit(make_served_run, tmp_path):
+    paths, resolved, spec = make_served_run("train.steps=100000", "checkpoint.interval_steps=100000")
+    thread = do_when(lambda: list_steps(paths)[3:], (tmp_path / "fails").touch)
+    with pytest.raises(LaunchError, match="failed outside of its workers"):
+        build_launcher(resolved).run(spec)
+    thread.join()
+    assert Path(paths.uri, "slurm", f"train-{list_jobs()[-1].job_id}.code").read_text() == "11\n"
+    assert storage.list_names(paths.checkpoints) == [f"step-{max(list_steps(paths)):08d}-a1"]
+    assert not is_orphaned(paths)
+
+
+def test_a_job_with_a_server_is_requeued_as_a_whole_and_cancelled_as_a_whole(cluster, make_served_run):
+    paths, resolved, spec = make_served_run("train.steps=100000", "checkpoint.interval_steps=100000")
+    launcher = build_launcher(resolved)
+
+    def requeue_and_cancel():
+        cluster.run("scontrol", "requeue", find_job().job_id)
+        wait_until(lambda: "step" in read_output(paths).partition("going on after step")[2])
+        launcher.cancel(paths.uri)
+
+    thread = do_when(lambda: list_steps(paths)[3:], requeue_and_cancel)
+    with pytest.raises(LaunchError, match="somebody cancelled the job"):
+        launcher.run(spec)
+    thread.join()
+    steps = list_steps(paths)
+    assert steps == list(range(1, steps[-1] + 1)), "a step was lost"
+    assert storage.list_names(paths.checkpoints)[-1].startswith(f"step-{steps[-1]:08d}")
+    assert "[server 0] stopped" in read_output(paths).partition("restart 1")[2]
+    assert not is_orphaned(paths)
+    wait_until(lambda: not cluster.run("squeue", "--noheader").strip(), 30)

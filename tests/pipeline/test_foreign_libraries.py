@@ -1,6 +1,7 @@
 """The examples of `train.command`: trainers of other libraries, each killed once, through the whole pipeline.
 
-They live in environments of their own, made as docs/foreign-trainers.md says: KFTRAIN_HF_PYTHON names the interpreter.
+They live in environments of their own, made as docs/foreign-trainers.md says: KFTRAIN_HF_PYTHON and
+KFTRAIN_DEEPSPEED_PYTHON name the interpreters, which may be one.
 """
 
 import os
@@ -15,6 +16,7 @@ from helpers import jobs
 from safetensors.numpy import load_file
 
 from kftrain import config
+from kftrain.checkpoint import folders
 from kftrain.core import storage
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
@@ -39,7 +41,7 @@ def find_python(variable, *modules):
     if not python:
         pytest.skip(f"{variable} names no interpreter with {', '.join(modules)}")
     lacking = subprocess.run(
-        [python, "-c", f"import {', '.join(modules)}, kftrain"], capture_output=True, text=True, check=False
+        [python, "-P", "-c", f"import {', '.join(modules)}, kftrain"], capture_output=True, text=True, check=False
     )
     if lacking.returncode:
         pytest.skip(f"{variable}: {lacking.stderr.strip().splitlines()[-1]}")
@@ -136,3 +138,24 @@ def train_killed_once(python, folder, file, name):
 def test_the_trainer_of_hugging_face_is_killed_goes_on_with_the_same_weights_and_is_registered(tmp_path):
     python = find_python("KFTRAIN_HF_PYTHON", "transformers", "accelerate")
     train_killed_once(python, copy_example("huggingface", tmp_path / "h"), "llama.yaml", "huggingface")
+
+
+def test_deepspeed_is_killed_goes_on_with_the_same_weights_and_its_checkpoint_is_imported_as_a_version(tmp_path):
+    python = find_python("KFTRAIN_DEEPSPEED_PYTHON", "deepspeed")
+    folder = copy_example("deepspeed", tmp_path / "d")
+    paths = train_killed_once(python, folder, "gpt.yaml", "deepspeed")
+    uri = documents.read(Completion, paths.complete).checkpoint_uri
+    folders.fetch_folder(uri, commit.read_checkpoint_manifest(uri)[0].files, tmp_path / "checkpoint")
+    settings = [
+        f"train.command=[import_checkpoint.py, {tmp_path}/checkpoint]",
+        f"data.source={folder}/texts",
+        f"train.steps={STEPS}",
+        "launch.processes_per_node=1",
+        "registry.model_name=imported",
+    ]
+    command = [python, "-m", "kftrain", "run", "--config", "gpt.yaml", *(f"--set={setting}" for setting in settings)]
+    done = subprocess.run(command, cwd=folder, env=ONE_THREAD, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "imported version 1, champion" in done.stdout
+    (imported,) = [run for run in (folder / "runs").iterdir() if run.name not in (paths.run_id, UNDISTURBED)]
+    require_equal_weights(RunPaths(str(imported)), paths)

@@ -1,5 +1,6 @@
 """`faulty.task:Faulty`: language modelling whose loss fails in one way, at one call, once or always."""
 
+import functools
 import os
 import signal
 import time
@@ -75,6 +76,19 @@ def _freeze() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _fail(kind: type[errors.KftrainError]) -> None:
+    raise kind("a fault for good")
+
+
+PERMANENT = (
+    errors.ConfigError,
+    errors.DataError,
+    errors.CheckpointError,
+    errors.LaunchError,
+    errors.EvaluationError,
+    errors.TrackingError,
+)
+
 FAULTS = {
     "raise": _raise,
     "retryable": _retryable,
@@ -82,5 +96,6 @@ FAULTS = {
     "diverge": _diverge,
     "memory": _take_memory,
     "freeze": _freeze,
+    **{kind.__name__: functools.partial(_fail, kind) for kind in PERMANENT},
 }
 """Each raises, never returns, or returns what the loss is multiplied by."""

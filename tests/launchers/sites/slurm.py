@@ -94,7 +94,6 @@ def open_site(request, folder):
             waits_for_ever=True,
             is_private=True,
             waiting={"node": ({"launch.slurm.partition": "closed"}, "PartitionDown", 15)},
-            refused={"servers": "the slurm backend has workers alone"},
             not_run={
                 "storage away": "the storage root is a folder of this machine",
                 "garbage": "a job of Slurm goes on by itself, and ends by itself: its time limit is Slurm's",

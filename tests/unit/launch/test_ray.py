@@ -170,6 +170,11 @@ def test_an_end_that_no_attempt_mends_is_an_error(dashboard, make_launcher, spec
         make_launcher().run(spec)
 
 
+def test_a_driver_that_was_killed_is_another_attempt(dashboard, make_launcher, spec):
+    end_on_submit(dashboard, spec, status="FAILED", driver_exit_code=-9)
+    assert make_launcher().run(spec) == 137
+
+
 def test_a_job_that_ray_forgot_is_another_attempt(dashboard, make_launcher, spec):
     lists = iter([[], [make_running(spec)], [], []])
     type(dashboard).jobs = property(lambda self: next(lists), lambda self, value: None)

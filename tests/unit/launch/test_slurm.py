@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kftrain import config
 from kftrain.errors import ConfigError, LaunchError
 from kftrain.launch import slurm_queue
 from kftrain.launch.base import build_launcher
+from kftrain.launch.scheduler import SchedulerAwayError
 from kftrain.launch.spec import JobSpec, Role, make_job
 from kftrain.run.job_tasks import TRAINING
 from kftrain.run.paths import RunPaths
@@ -178,9 +179,50 @@ def test_the_script_ends_with_the_workers_code_and_leaves_it(tmp_path, code):
     assert not (tmp_path / "seen.asked").exists()
 
 
+SERVED = {
+    **COMMANDS,
+    "srun": """case $1 in
+--het-group=*)
+  printf '%s\\0' "$@" > "$SEEN.server"
+  [ -z "$SERVER" ] || exit "$SERVER"
+  echo serves; echo $$ > "$SEEN.$2"; exec sleep 60 ;;
+esac
+"""
+    + COMMANDS["srun"].replace("exit", "sleep 1; exit"),
+    "scancel": """printf '%s\\0' "$@" > "$SEEN.told"; kill $(cat "$SEEN".--relative*)""",
+}
+"""Servers serve until they are told to stop, or fail at once with SERVER; workers end after 1 s with CODE."""
+
+
+def make_served(*arguments):
+    spec = make_spec()
+    return replace(spec, roles=(*spec.roles, Role("server", 2, 1, ("server", *arguments))))
+
+
+def test_other_roles_are_parts_of_a_heterogeneous_job():
+    command = build(make_served()).content["command"]
+    (part,) = [index for index, word in enumerate(command) if word == ":"]
+    assert {"--nodes=2", "--requeue", "--partition=gpu", "--comment=server"} <= set(command[part:])
+    assert [word for word in command[part:] if word.startswith(("--signal", "--output", "--job-name"))] == []
+    assert slurm_queue.parse_job("9|RUNNING|None|bob|2|1795762600|server") is None, "it is no job of its own"
+
+
+@pytest.mark.parametrize(("server", "worker", "code"), [("", 16, 16), ("11", 143, 11), ("0", 0, 0)])
+def test_servers_end_with_the_workers_and_end_them_where_they_fail(tmp_path, server, worker, code):
+    value = "a b $(touch PWNED) '"
+    script = build(make_served(value)).content["script"]
+    variables = {"SERVER": server, "CODE": str(worker), "SLURM_JOB_ID_HET_GROUP_1": "8"}
+    *_, done = run_script(script, tmp_path, SERVED, **variables)
+    assert done.returncode == code and (tmp_path / "train-7.code").read_text() == f"{code}\n", done.stderr
+    words = (tmp_path / "seen.server").read_text().split("\0")
+    assert words[0] == "--het-group=1" and words[-3:-1] == ["server", value]
+    assert not (tmp_path / "PWNED").exists()
+    if not server:
+        assert "[server 1] serves" in done.stdout.splitlines()
+        assert (tmp_path / "seen.told").read_text().split("\0") == ["--quiet", "--signal=INT", "8", ""]
+
+
 def test_what_cannot_be_run_is_refused(monkeypatch):
-    with pytest.raises(LaunchError, match=r"workers alone \(got 'server'\)"):
-        build(replace(make_spec(), roles=(*make_spec().roles, Role("server", 1, 1, ("server",)))))
     with pytest.raises(LaunchError, match=r"run.storage_root: .* file system that all nodes share"):
         build(make_spec(run_uri="s3://bucket/runs/r"))
     monkeypatch.setenv("PATH", "/nowhere")
@@ -217,3 +259,114 @@ def test_jobs_of_others_are_not_taken_for_ours():
     assert (first.job_id, first.run_uri, first.reason, first.num_nodes) == ("3", "/shared/runs/a|b", "Resources", 2)
     assert (second.state, second.reason, second.user, second.submitted_at) == ("RUNNING", "", "bob", 1795762700.0)
     assert not first.is_held and not first.has_ended and suspended.is_held
+
+
+SACCT_22_05 = """\
+1|COMPLETED
+2|CANCELLED by 0
+3|FAILED
+5|RUNNING
+6|COMPLETED
+7|CANCELLED by 0
+"""
+"""As sacct of 22.05 printed it, in a cluster of the tests; 7 is the second part of the heterogeneous job 6."""
+
+
+@pytest.mark.parametrize(
+    ("job", "state"), [("2", "CANCELLED"), ("3", "FAILED"), ("5", "RUNNING"), ("6", "COMPLETED"), ("9", "")]
+)
+def test_sacct_says_how_a_job_ended(put_programs, job, state):
+    put_programs(ssh=SSH, sacct=f"""printf '%s\\n' "$@" > "$SEEN"; printf '{SACCT_22_05}'""")
+    assert slurm_queue.read_past_state(job, "me@login1") == state
+
+
+def test_a_cluster_without_accounts_says_nothing_and_one_whose_database_is_away_is_asked_again(put_programs):
+    put_programs(ssh=SSH, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert slurm_queue.read_past_state("1", "me@login1") == ""
+    put_programs(sacct="echo 'sacct: error: slurm_persist_conn_open_without_init: Connection refused' >&2; exit 1")
+    with pytest.raises(SchedulerAwayError):
+        slurm_queue.read_past_state("1", "me@login1")
+
+
+SSH = """[ "$1 $2 $3 $4 $5 $6" = "-o BatchMode=yes -o ConnectTimeout=20 -- me@login1" ] && [ $# = 7 ] || exit 9
+[ ! -e "$SEEN.words" ] || { cat "$SEEN.words" >&2; exit 255; }
+exec sh -c "$7"
+"""
+"""Stands for ssh to me@login1: a shell gets the command; or it fails with the words of a file."""
+
+
+@pytest.fixture
+def put_programs(tmp_path, monkeypatch):
+    """Puts programs of ours on the path; ssh fails with `words`, once they are there."""
+
+    def put(words="", **programs):
+        for name, text in programs.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        (tmp_path / "seen.words").unlink(missing_ok=True)
+        if words:
+            (tmp_path / "seen.words").write_text(words)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    return put
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(argument=HOSTILE, text=TEXT)
+@example(argument="a\r\nb", text="a\r\nb")
+def test_by_ssh_no_text_becomes_shell_and_the_script_arrives(put_programs, tmp_path, argument, text):
+    put_programs(ssh=SSH, seen="""cat > "$SEEN.script"; printf '%s\\0' "$SLURM_TIME_FORMAT" "$@" > "$SEEN" """)
+    slurm_queue.ask_slurm(["seen", argument], text, host="me@login1")
+    assert (tmp_path / "seen").read_bytes().decode().split("\0") == ["%s", argument, ""]
+    assert (tmp_path / "seen.script").read_bytes() == text.encode()
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("me@login1: Permission denied (publickey).", LaunchError),
+        ("Host key verification failed.", LaunchError),
+        ("ssh: Could not resolve hostname login1: Name or service not known", LaunchError),
+        ("ssh: connect to host login1 port 22: No route to host", SchedulerAwayError),
+        ("Connection to login1 closed by remote host.", SchedulerAwayError),
+        ("ssh: connect to host login1 port 22: Connection refused", SchedulerAwayError),
+    ],
+)
+def test_what_ssh_says_is_the_reason_and_an_absence_is_none_for_ever(put_programs, words, kind):
+    put_programs(words, ssh=SSH)
+    with pytest.raises(kind, match="me@login1: ") as caught:
+        slurm_queue.list_jobs(host="me@login1")
+    assert type(caught.value) is kind and words in caught.value.line
+
+
+def test_a_launcher_by_ssh_refuses_a_host_without_slurm_or_without_the_folder(put_programs, tmp_path, monkeypatch):
+    pairs = [*SETTINGS, f"run.storage_root={tmp_path}/root", "launch.slurm.host=me@login1"]
+    launcher, spec = build_launcher(config.parse("", pairs)), make_spec(run_uri=f"{tmp_path}/root/runs/r")
+    put_programs(
+        ssh=SSH.replace("exec", f"PATH={tmp_path} exec").replace("sh -c", "/bin/sh -c"), env='exec /usr/bin/env "$@"'
+    )
+    with pytest.raises(LaunchError, match=r"me@login1: .*scontrol.*No such file"):
+        launcher.check()
+    put_programs(ssh=SSH, scontrol="echo ProctrackType=proctrack/cgroup")
+    launcher.check()
+    put_programs(ssh=SSH.replace('"$7"', '"echo no"'))
+    with pytest.raises(LaunchError, match=r"launch.slurm.host: this host does not reach the folder.*run.storage_root"):
+        launcher.run(spec)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match=r"this machine has no ssh .*install ssh"):
+        launcher.check()
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch", "a b", "a;b", "$(x)"])
+def test_a_host_is_a_name(host):
+    pairs = [f"launch.slurm.host={json.dumps(host)}", "launch.slurm.python=/p"]
+    with pytest.raises(ConfigError, match=r"launch.slurm.host"):
+        config.parse("", pairs)
+
+
+def test_a_host_needs_a_python_of_its_own():
+    with pytest.raises(ConfigError, match="python names one of the nodes"):
+        config.parse("launch: {slurm: {host: login1}}")
+    config.parse("launch: {slurm: {host: login1, container: apptainer, container_image: x.sif}}")
