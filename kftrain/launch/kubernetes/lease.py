@@ -97,8 +97,11 @@ def delete_own(cluster: JobClient, name: str, is_own: Callable[[dict[str, Any]],
 
 
 def has_pods_at_work(cluster: JobClient, name: str) -> bool:
-    """Tell whether pods that a deleted job of this name left behind are still at work; False while a job is there."""
-    return cluster.read_job(name) is None and _pods_at_work(cluster, name)
+    """Tell whether a deleted job of this name or pods that it left behind are still at work; False while it lives."""
+    job = cluster.read_job(name)
+    if job is not None:  # an operator may have to do something first: then a deletion takes a moment
+        return "deletionTimestamp" in job["metadata"]
+    return _pods_at_work(cluster, name)
 
 
 class _Creation:
