@@ -30,7 +30,7 @@ from kftrain.launch.kubernetes.labels import (
     make_label_value,
     make_selector,
 )
-from kftrain.launch.kubernetes.lease import delete_own, has_pods_at_work
+from kftrain.launch.kubernetes.lease import delete_own, has_pods_at_work, release_pods
 from kftrain.launch.kubernetes.logs import Logs
 from kftrain.launch.kubernetes.observation import Observation
 from kftrain.run.paths import RunPaths
@@ -108,6 +108,8 @@ class ClusterJobs:
                     value=run_id,
                     fix="kubectl get pods -o wide shows the node; delete them with --force --grace-period=0 if it is",
                 )
+            for cluster, name, _ in jobs:
+                release_pods(cluster, name)
             time.sleep(POLL_SECONDS)
         return [name for _, name, _ in jobs]
 

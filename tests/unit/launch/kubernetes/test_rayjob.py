@@ -5,16 +5,19 @@ import json
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from helpers import crds
+from helpers.fakes.kube_namespace import time_stamp
 
 from kftrain import config
 from kftrain.errors import LaunchError, Preempted, RetryableError
 from kftrain.launch import spec
-from kftrain.launch.kubernetes import control, pod
+from kftrain.launch.kubernetes import control, lease, pod
 from kftrain.launch.kubernetes.diagnosis import diagnose
+from kftrain.launch.kubernetes.kinds import pytorchjob
 from kftrain.launch.kubernetes.kinds.rayjob import KIND, RAY_VERSION, STOP_WORKER
 from kftrain.launch.kubernetes.observation import Event, Observation, parse_job, parse_pods
 from kftrain.launch.kubernetes.states import State, assess
@@ -249,3 +252,33 @@ def test_who_starts_jobs_may_create_them_and_who_collects_them_may_not():
         verbs |= {subject["name"]: set(rule["verbs"]) for subject in binding["subjects"]}
     assert verbs["pipeline-runner"] == verbs["kftrain-scheduled"] == {"create", "get", "list", "patch", "delete"}
     assert verbs["kftrain-gc"] == {"get", "list", "delete"}
+
+
+@pytest.mark.parametrize(
+    ("state", "overdue_seconds", "is_ready", "released"),
+    [
+        ({"waiting": {"reason": "PodInitializing"}}, 0, True, True),
+        ({"running": {}}, 0, False, False),
+        ({"running": {}}, 90, True, False),
+        ({"running": {}}, 90, False, True),
+    ],
+    ids=["not-begun", "in-its-grace", "slow-node", "dead-node"],
+)
+def test_what_a_deleted_attempt_leaves_is_taken_away(state, overdue_seconds, is_ready, released):
+    """Nobody else would: the attempt's own job is gone, and the next one waits for its pods."""
+    going, living = make_pod("c-node-a", "worker", **state), make_pod("c-node-b", "worker", **state)
+    going["metadata"]["deletionTimestamp"] = time_stamp(-overdue_seconds)
+    node = {"status": {"conditions": [{"type": "Ready", "status": "True" if is_ready else "Unknown"}]}}
+    deleted = []
+    cluster = SimpleNamespace(
+        kind=KIND,
+        list_pods=lambda name: [going, living],
+        read_node=lambda name: node,
+        force_delete_pod=lambda name, uid: deleted.append(name),
+    )
+    lease.release_pods(cluster, JOB)
+    assert deleted == ["c-node-a"] * released
+    deleted.clear()
+    cluster.kind = pytorchjob.KIND
+    lease.release_pods(cluster, JOB)
+    assert not deleted, "its watcher does, while the job is there"
