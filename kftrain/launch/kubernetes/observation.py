@@ -53,6 +53,8 @@ class Pod:
     """Kubernetes' word for who took the pod away, such as `EvictionByEvictionAPI`, `DeletionByTaintManager`; or ''."""
     ready: bool = True
     role: str = WORKER
+    has_probe: bool = False
+    """True if the container is asked whether it is ready, so that a pod that is not says nothing about its node."""
 
     @property
     def place(self) -> str:
@@ -177,6 +179,7 @@ def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
         disruption=conditions.get("DisruptionTarget", {}).get("reason", ""),
         ready=conditions.get("Ready", {}).get("status") != "False",
         role=kind.read_role(item),
+        has_probe=any(c.get("readinessProbe") for c in spec.get("containers") or [] if c["name"] == kind.container),
     )
 
 

@@ -22,6 +22,6 @@ def open_site(request, folder):
         "kuberay-operator",
         build_flags="--build-arg RAY=1",
         make_site=RayJobSite,
-        changes={"launch.kubernetes.memory": "3Gi"},  # Ray's own processes take one
+        changes={"launch.kubernetes.memory": "3Gi", "launch.kubernetes.cpu": "900m"},  # Ray has processes of its own
         refused={"servers": "a RayJob has workers alone"},
     )

@@ -29,6 +29,9 @@ STOP_FILE, WORKER_FILE = "/tmp/kftrain-stop", "/tmp/kftrain-worker"
 
 STOP_WORKER = f"touch {STOP_FILE}; while kill -0 $(cat {WORKER_FILE}); do sleep 0.2; done"
 
+HEAD_SECONDS = 600
+"""Seconds for which a pod waits for the head's, asking every two seconds; Ray would give up after 40."""
+
 STORE_BYTES = 100_000_000
 """Size of Ray's object store, through which lines pass and nothing else; it lies in /dev/shm, beside NCCL's."""
 
@@ -105,6 +108,7 @@ class RayJob(Kind):
             {"name": STOP_FILE_ENV, "value": STOP_FILE},
             {"name": WORKER_FILE_ENV, "value": WORKER_FILE},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+            {"name": "RAY_NUM_REDIS_GET_RETRIES", "value": str(HEAD_SECONDS // 2)},
         ]
         container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/bash", "-c", STOP_WORKER]}}}
         template["metadata"]["labels"][self.job_name_label] = self.make_job_name(spec)

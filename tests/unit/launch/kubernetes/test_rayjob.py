@@ -15,7 +15,7 @@ from helpers.fakes.kube_namespace import time_stamp
 from kftrain import config
 from kftrain.errors import LaunchError, Preempted, RetryableError
 from kftrain.launch import spec
-from kftrain.launch.kubernetes import control, lease, pod
+from kftrain.launch.kubernetes import control, lease, pod, states
 from kftrain.launch.kubernetes.diagnosis import diagnose
 from kftrain.launch.kubernetes.kinds import pytorchjob
 from kftrain.launch.kubernetes.kinds.rayjob import KIND, RAY_VERSION, STOP_WORKER
@@ -282,3 +282,13 @@ def test_what_a_deleted_attempt_leaves_is_taken_away(state, overdue_seconds, is_
     cluster.kind = pytorchjob.KIND
     lease.release_pods(cluster, JOB)
     assert not deleted, "its watcher does, while the job is there"
+
+
+@pytest.mark.parametrize(("lost", "words"), [(frozenset(), ""), (frozenset("n"), "does not answer")])
+def test_a_pod_whose_ray_is_not_ready_says_nothing_about_its_node(lost, words):
+    one = make_pod("c-head-x", "head", running={})
+    one["spec"]["containers"] = [{"name": "worker", "readinessProbe": {"httpGet": {}}}]
+    one["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    (pod_,) = parse_pods([one], NOW, KIND)
+    reason = states.find_pod_reason(pod_, [], lost)
+    assert (words in reason.text) if words else reason is None
