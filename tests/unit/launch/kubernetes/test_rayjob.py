@@ -288,7 +288,8 @@ def test_what_a_deleted_attempt_leaves_is_taken_away(state, overdue_seconds, is_
 def test_a_pod_whose_ray_is_not_ready_says_nothing_about_its_node(lost, words):
     one = make_pod("c-head-x", "head", running={})
     one["spec"]["containers"] = [{"name": "worker", "readinessProbe": {"httpGet": {}}}]
-    one["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    conditions = {"PodScheduled": "True", "Ready": "False"}
+    one["status"]["conditions"] = [{"type": name, "status": status} for name, status in conditions.items()]
     (pod_,) = parse_pods([one], NOW, KIND)
     reason = states.find_pod_reason(pod_, [], lost)
     assert (words in reason.text) if words else reason is None
