@@ -42,7 +42,7 @@ _FAILURES = ("RayCluster", "HeadPod", "WorkerPod", "Service")
 _INVALID = ("InvalidRayJobSpec", "InvalidRayJobMetadata", "InvalidRayClusterSpec", "InvalidRayClusterMetadata")
 
 
-class RayJob(Kind):
+class KubeRayJob(Kind):
     """The kind of job of `launch.backend=rayjob`, `ray.io/v1`."""
 
     name = "RayJob"
@@ -173,4 +173,4 @@ def _require_workers_alone(spec: JobSpec) -> None:
         )
 
 
-KIND = RayJob()
+KIND = KubeRayJob()
