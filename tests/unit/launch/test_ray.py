@@ -272,7 +272,8 @@ def test_a_node_ends_its_worker_as_soon_as_its_pod_is_told_to_go(tmp_path, is_ea
     environment = {**os.environ, STOP_FILE_ENV: str(stop_file), WORKER_FILE_ENV: str(worker_file)}
     if is_early:
         stop_file.touch()
-    output = ray_driver.Node().work([sys.executable, "-c", PATIENT], {**environment, "PYTHONUNBUFFERED": "1"})
+    node = ray_driver.Node()
+    output = node.work([sys.executable, "-c", PATIENT], {**environment, "PYTHONUNBUFFERED": "1"})
     if is_early:
         assert list(output) == [143] and not worker_file.exists()
         return
@@ -280,3 +281,4 @@ def test_a_node_ends_its_worker_as_soon_as_its_pod_is_told_to_go(tmp_path, is_ea
     assert psutil.Process(int(worker_file.read_text())).is_running()
     stop_file.touch()
     assert list(output) == [143]
+    node._process.stdout.close()
