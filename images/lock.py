@@ -16,6 +16,9 @@ UV = Path(sys.executable).with_name("uv")
 EXTRAS = {"steps": ["kfp", "kubeflow", "mlflow", "s3", "sources"], "trainer": ["train", "tracking", "s3"]}
 """Of each image. The trainer's is made last: kfp pins what the other has to take as well."""
 
+RAY = "images/trainer/ray.lock"
+"""What a trainer image has besides where it is built for `launch.backend: rayjob`."""
+
 TOOLS = {"installer": ["uv"], "sbom": ["cyclonedx-bom>=7"]}
 """What installs the rest, and what lists it: the second is not in the images."""
 
@@ -31,6 +34,7 @@ def main(options: list[str]) -> None:
         compile_lock(lock, ["pyproject.toml", *chosen, "-c", "constraints.txt", *before, *options])
         before = ["-c", lock]
     split(ROOT / lock, ROOT / "images" / "trainer" / "cuda.lock")
+    compile_lock(RAY, ["pyproject.toml", "--extra", "ray", *before, *options])
     for name, wanted in TOOLS.items():
         compile_lock(f"images/{name}.lock", ["-", *options], "\n".join(wanted))
 

@@ -23,6 +23,7 @@ BACKENDS = {
     "jobset": Backend("kftrain.launch.kubernetes.kinds.jobset", is_remote=True, has_pods=True),
     "slurm": Backend("kftrain.launch.slurm", is_remote=True, has_pods=False),
     "ray": Backend("kftrain.launch.ray", is_remote=True, has_pods=False),
+    "rayjob": Backend("kftrain.launch.kubernetes.kinds.rayjob", is_remote=True, has_pods=True),
 }
 
 SHARES_MODULE = "kftrain.launch.kubernetes.kinds.indexed_job"

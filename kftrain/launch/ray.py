@@ -19,7 +19,7 @@ from kftrain.core import storage
 from kftrain.errors import FencedError, LaunchError, Preempted, RetryableError
 from kftrain.launch import scheduler
 from kftrain.launch.base import JobStatus, Request
-from kftrain.launch.ray_jobs import RayCluster, RayJob, read_job_standing
+from kftrain.launch.ray_jobs import RayCluster, RayJob, build_entrypoint, read_job_standing
 from kftrain.launch.ray_settings import RayConfig
 from kftrain.launch.scheduler import GOING_SECONDS, SchedulerLauncher
 from kftrain.launch.spec import JobSpec
@@ -155,18 +155,12 @@ def build_launcher(config: Config) -> RayLauncher:
 def build_job_request(spec: JobSpec, settings: RayConfig, number: int) -> dict[str, Any]:
     """Build the body of `POST /api/jobs/` for a run's job of this number."""
     gpus = {"GPU": settings.gpus_per_node} if settings.gpus_per_node else {}
-    document = {
-        "command": [settings.python, "-m", "kftrain", *spec.workers.arguments],
-        "environment": spec.environment,
-        "nodes": spec.workers.replicas,
-        "bundle": {"CPU": settings.cpus_per_node, **gpus, **settings.resources},
-    }
-    command = [settings.python, "-m", "kftrain.launch.ray_driver", json.dumps(document)]
+    bundle = {"CPU": settings.cpus_per_node, **gpus, **settings.resources}
     where = storage.sha256_text(spec.run_uri)[:8]  # another storage root may have a run of the same id
     return {
         # Counted, not random: of two launchers that submit at once, Ray refuses one.
         "submission_id": f"kftrain-{RunPaths(spec.run_uri).run_id}-{spec.task}-{where}-{number}",
-        "entrypoint": f"exec {shlex.join(command)}",
+        "entrypoint": build_entrypoint(spec, settings.python, bundle, spec.environment),
         "runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(GOING_SECONDS)}},
         "metadata": {
             **{"kftrain": "1", "run": spec.run_uri, "task": spec.task, "digest": spec.config_digest},

@@ -14,13 +14,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from kftrain.core.progress import to_log
 from kftrain.errors import LaunchError, Preempted, RetryableError
-from kftrain.launch.ray_jobs import WAITS, WORKS
+from kftrain.launch.ray_jobs import STOP_FILE_ENV, WAITS, WORKER_FILE_ENV, WORKS
 from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV, PORT_ENV
 
 try:
@@ -33,7 +34,8 @@ except ModuleNotFoundError:
 POLL_SECONDS = 1.0
 
 STOPPED_CODE = Preempted.exit_code
-"""A number, because the class `Node` goes to its nodes by value, and kftrain may be in another Python there."""
+STOP_FILE, WORKER_FILE = STOP_FILE_ENV, WORKER_FILE_ENV
+"""Plain values, because the class `Node` goes to its nodes by value, and kftrain may be in another Python there."""
 
 
 class Node:
@@ -42,6 +44,7 @@ class Node:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._is_stopped = False
+        self._has_ended = False
         self._lock = threading.Lock()
 
     def find_address(self) -> tuple[str, int]:
@@ -58,8 +61,11 @@ class Node:
         program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
         # Bound from its first instruction: an actor that is killed while Python starts leaves nothing either.
         bound = [program, "-m", "kftrain.process.parent_death", str(os.getpid()), program, *command[1:]]
+        stop_file = variables.get(STOP_FILE)
+        if stop_file:
+            threading.Thread(target=self._stop_at, args=(stop_file,), daemon=True).start()
         with self._lock:
-            if self._is_stopped:
+            if self._is_stopped or (stop_file and os.path.exists(stop_file)):
                 yield STOPPED_CODE
                 return
             self._process = subprocess.Popen(
@@ -71,18 +77,29 @@ class Node:
                 text=True,
                 errors="replace",
             )
+        if WORKER_FILE in variables:
+            with open(variables[WORKER_FILE], "w") as file:
+                file.write(str(self._process.pid))
         assert self._process.stdout is not None
         for line in self._process.stdout:  # one by one: Ray drives a generator by `send`
             yield str(line)
         code = self._process.wait()
+        self._has_ended = True
         yield 128 - code if code < 0 else code
 
     def stop(self) -> None:
         """Tell the worker to commit and to end."""
         with self._lock:
-            self._is_stopped = True
-            if self._process is not None:
+            if self._process is not None and not self._is_stopped:
                 self._process.terminate()
+            self._is_stopped = True
+
+    def _stop_at(self, stop_file: str) -> None:
+        """Tell the worker to end as soon as a file is there: a pod that is taken away has no other way to say so."""
+        while not (self._is_stopped or self._has_ended):
+            if os.path.exists(stop_file):
+                self.stop()
+            time.sleep(0.2)
 
 
 class Driver:

@@ -6,14 +6,17 @@ import http
 import http.client
 import json
 import re
+import shlex
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kftrain.core.progress import PREFIX, STEP
-from kftrain.errors import LaunchError
+from kftrain.errors import LaunchError, RetryableError
 from kftrain.launch.scheduler import ScheduledJob, SchedulerAwayError
+from kftrain.launch.spec import JobSpec
 from kftrain.run.job_tasks import JOB_TASKS
 
 REQUEST_SECONDS = 30.0
@@ -23,6 +26,9 @@ WAITS = "Ray waits: "
 
 WORKS = "Ray runs the job on "
 """Beginning of a driver's line that says that it waits no longer."""
+
+STOP_FILE_ENV, WORKER_FILE_ENV = "KFTRAIN_RAY_STOP_FILE", "KFTRAIN_RAY_WORKER_FILE"
+"""Variables of a node whose worker goes as soon as the first file is there; the second has the worker's process id."""
 
 ENDED = frozenset(("STOPPED", "SUCCEEDED", "FAILED"))
 """Ray's words for jobs of which no process is left."""
@@ -64,6 +70,23 @@ def parse_job(document: dict[str, Any]) -> RayJob | None:
         )
     except (ValueError, TypeError, KeyError):  # anybody may write any metadata
         return None
+
+
+def build_entrypoint(spec: JobSpec, python: str, bundle: Mapping[str, float], environment: Mapping[str, str]) -> str:
+    """Build the shell command of a job's driver; `bundle` is what it asks Ray for on each node."""
+    document = {
+        "command": [python, "-m", "kftrain", *spec.workers.arguments],
+        "environment": dict(environment),
+        "nodes": spec.workers.replicas,
+        "bundle": dict(bundle),
+    }
+    return f"exec {shlex.join([python, '-m', 'kftrain.launch.ray_driver', json.dumps(document)])}"
+
+
+def parse_exit_code(message: str) -> int:
+    """Return the exit code of a driver from Ray's words about its end; that of a passing failure without any."""
+    match = re.search(r"exit code (\d+)", message)
+    return int(match[1]) if match else RetryableError.exit_code
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class LaunchConfig(Section):
     backend: KeepsTraining[BackendName] = "local"
     """Place of the processes: `local`, this machine; `pytorchjob`, pods of the Kubeflow training operator (version
     1); `trainjob`, pods of Kubeflow Trainer (version 2); `jobset`, pods of a JobSet; `slurm`, nodes of a Slurm
-    cluster; `ray`, nodes of a Ray cluster."""
+    cluster; `ray`, nodes of a Ray cluster; `rayjob`, pods of a Ray cluster that KubeRay makes for the job."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """The pods of a job; the local backend has none."""
     nodes: KeepsTraining[Count] = 1

@@ -31,7 +31,7 @@ from e2e.conftest import builder, host_address, kubeconfig, mlflow_uri, store  #
 from launchers import record
 from launchers.promises import PROMISES
 
-SITES = ("local", "pytorchjob", "trainjob", "jobset", "slurm", "ray")
+SITES = ("local", "pytorchjob", "trainjob", "jobset", "slurm", "ray", "rayjob")
 
 _cells = {}
 

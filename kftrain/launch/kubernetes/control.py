@@ -6,6 +6,7 @@ What is garbage is decided by pure functions; the rest is a few calls.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from kftrain.errors import LaunchError
 from kftrain.launch.base import JobStatus
 from kftrain.launch.kubernetes import observation, ownership, states
 from kftrain.launch.kubernetes.job_client import JobClient, NotServedError
-from kftrain.launch.kubernetes.kinds.kind import ENDED, Kind, Object
+from kftrain.launch.kubernetes.kinds.kind import ENDED, SUCCEEDED, Kind, Object
 from kftrain.launch.kubernetes.labels import (
     KFP_RUN_LABEL,
     PROGRESS_ANNOTATION,
@@ -29,7 +30,7 @@ from kftrain.launch.kubernetes.labels import (
     make_label_value,
     make_selector,
 )
-from kftrain.launch.kubernetes.lease import delete_own, has_pods_at_work
+from kftrain.launch.kubernetes.lease import delete_own, has_pods_at_work, release_pods
 from kftrain.launch.kubernetes.logs import Logs
 from kftrain.launch.kubernetes.observation import Observation
 from kftrain.run.paths import RunPaths
@@ -46,6 +47,9 @@ ABANDONED_SECONDS = 7 * 24 * 3600.0
 POLL_SECONDS = 1.0
 GOING_SECONDS = 600.0
 """Seconds that cancelled pods may take to go: their grace, and a slow node."""
+
+NEXT_SECONDS = 60.0
+"""Seconds in which a job that is gone has a successor, if its launcher starts another attempt."""
 
 ENDED_PHASES = frozenset(("Succeeded", "Failed", "Error"))
 GOING_PHASES = frozenset(("Pending", "Running"))
@@ -104,6 +108,8 @@ class ClusterJobs:
                     value=run_id,
                     fix="kubectl get pods -o wide shows the node; delete them with --force --grace-period=0 if it is",
                 )
+            for cluster, name, _ in jobs:
+                release_pods(cluster, name)
             time.sleep(POLL_SECONDS)
         return [name for _, name, _ in jobs]
 
@@ -121,6 +127,10 @@ class ClusterJobs:
         for cluster, job in _find_jobs(self.clusters, RunPaths(run).run_id):
             if job["metadata"]["labels"].get(TASK_LABEL) == task:
                 _print_logs(cluster, job, follow, write)
+                latest = job
+                while follow and (successor := _find_successor(cluster, latest)) is not None:
+                    latest = successor
+                    _print_logs(cluster, latest, follow, write)
 
 
 def list_jobs(clusters: Sequence[JobClient], selected: str) -> list[tuple[JobClient, Object]]:
@@ -250,6 +260,20 @@ def _print_logs(cluster: JobClient, job: Mapping[str, Any], follow: bool, write:
         if not has_ended:  # else once more: a last pod may have come after the look at the pods
             time.sleep(POLL_SECONDS)
     logs.drain()
+
+
+def _find_successor(cluster: JobClient, job: Mapping[str, Any]) -> Object | None:
+    """Wait for the job of the next attempt, where each is a job of its own; None where none comes."""
+    name, gone_at = job["metadata"]["name"], float("inf")
+    while cluster.kind.is_one_attempt and time.monotonic() - gone_at < NEXT_SECONDS:
+        now = cluster.read_job(name)
+        if now is not None and now["metadata"]["uid"] != job["metadata"]["uid"]:
+            return now
+        if now is not None and SUCCEEDED in cluster.kind.read_conditions(now):
+            return None
+        gone_at = time.monotonic() if now is not None or math.isinf(gone_at) else gone_at
+        time.sleep(POLL_SECONDS)
+    return None
 
 
 def _set_suspended(cluster: JobClient, job: Mapping[str, Any], since: str | None) -> str:

@@ -26,7 +26,11 @@ SHOWN_LINES = 20
 
 
 def diagnose(
-    task: str, error: ErrorDocument | None, ended: Sequence[Pod], tails: Mapping[str, Sequence[str]]
+    task: str,
+    error: ErrorDocument | None,
+    ended: Sequence[Pod],
+    tails: Mapping[str, Sequence[str]],
+    failure: tuple[int, str] | None = None,
 ) -> ErrorDocument:
     """Summarize a failed attempt: its class, its line and the last lines of the pod that caused it.
 
@@ -35,6 +39,7 @@ def diagnose(
         error: What the first failing worker wrote into error.json, if anything.
         ended: Pods that ended with a failure, the first one first.
         tails: The last log lines of each pod, by its place.
+        failure: Exit code and operator's words of the job itself, where pods do not tell.
     """
     killed = next((pod for pod in ended if pod.end_reason == OUT_OF_MEMORY), None)
     taken = next((pod for pod in ended if pod.disruption), None)
@@ -48,6 +53,10 @@ def diagnose(
         return _summarize_pod(task, kind, f"{taken.name} was taken away: {taken.disruption}", code, taken, tails)
     if error is not None:
         return _summarize_error(task, error, tails)
+    if failure is not None:
+        code, words = failure
+        line = f"the job ended with {code} {words}".strip()[:500]
+        return _summarize_pod(task, errors.class_of("", code), line, code, ended[0] if ended else None, tails)
     if ended:
         pod = fatal or ended[0]
         line = " ".join(f"{pod.name} ended with {_read_code(pod)} {pod.end_reason} {_read_words(pod)}".split())

@@ -24,7 +24,7 @@ from kftrain.launch.kubernetes.diagnosis import JobFailedError
 from kftrain.launch.kubernetes.fabric import build_resources, require_devices
 from kftrain.launch.kubernetes.kinds import load_kind, load_kinds
 from kftrain.launch.kubernetes.kinds.kind import Kind
-from kftrain.launch.kubernetes.lease import Lease, create_or_adopt, delete_held, has_pods_at_work
+from kftrain.launch.kubernetes.lease import Lease, create_or_adopt, delete_held, has_pods_at_work, release_pods
 from kftrain.launch.kubernetes.states import State
 from kftrain.launch.kubernetes.watcher import Watcher
 from kftrain.launch.kubernetes.workflow import TerminateWatch
@@ -190,6 +190,7 @@ class ClusterLauncher(ClusterJobs):
             while (
                 not self._is_terminated and has_pods_at_work(self._cluster, lease.name) and time.monotonic() < deadline
             ):
+                release_pods(self._cluster, lease.name)
                 time.sleep(POLL_SECONDS)
         except KftrainError as error:  # what ended the job is the better error
             to_log(f"warning: the job may still be there: {error.line}; kftrain gc removes it")

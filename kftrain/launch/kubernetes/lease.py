@@ -22,7 +22,8 @@ from kftrain.errors import LaunchError, OtherJobError
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.kind import ENDED, Kind
 from kftrain.launch.kubernetes.labels import DIGEST_ANNOTATION, KFP_RUN_LABEL, LAUNCH_ANNOTATION, RUN_LABEL
-from kftrain.launch.kubernetes.observation import parse_pods
+from kftrain.launch.kubernetes.observation import Pod, is_node_lost, parse_pods
+from kftrain.launch.kubernetes.states import OVERDUE_SECONDS
 
 POLL_SECONDS = 1.0
 GOING_SECONDS = 900.0
@@ -97,8 +98,29 @@ def delete_own(cluster: JobClient, name: str, is_own: Callable[[dict[str, Any]],
 
 
 def has_pods_at_work(cluster: JobClient, name: str) -> bool:
-    """Tell whether pods that a deleted job of this name left behind are still at work; False while a job is there."""
-    return cluster.read_job(name) is None and _pods_at_work(cluster, name)
+    """Tell whether a deleted job of this name or pods that it left behind are still at work; False while it lives."""
+    job = cluster.read_job(name)
+    if job is not None:  # an operator may have to do something first: then a deletion takes a moment
+        return "deletionTimestamp" in job["metadata"]
+    return _pods_at_work(cluster, name)
+
+
+def release_pods(cluster: JobClient, name: str) -> None:
+    """Force-delete what is left of a deleted attempt and does not end by itself. Does nothing for other kinds of jobs.
+
+    That is a pod on a dead node, long after its grace, which nobody else looks after; and one that has not begun:
+    KubeRay lets it wait in a shell that does not hear SIGTERM.
+    """
+    if not cluster.kind.is_one_attempt:
+        return
+    for pod in parse_pods(cluster.list_pods(name), time.time(), cluster.kind):
+        if pod.terminating and not pod.ended and (not pod.has_log or _is_on_dead_node(cluster, pod)):
+            cluster.force_delete_pod(pod.name, pod.uid)
+
+
+def _is_on_dead_node(cluster: JobClient, pod: Pod) -> bool:
+    node = cluster.read_node(pod.node) if pod.overdue_seconds > OVERDUE_SECONDS else None
+    return node is not None and is_node_lost(node)
 
 
 class _Creation:
@@ -179,6 +201,7 @@ def _create_or_adopt(cluster: JobClient, creation: _Creation, is_stopped: Callab
                 where=f"job {name} in namespace {cluster.namespace}",
                 fix="see which node they are on: kftrain status",
             )
+        release_pods(cluster, name)
         time.sleep(POLL_SECONDS)
     return None
 

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from kftrain.core.progress import STEP
+from kftrain.errors import RetryableError
 from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.launch.kubernetes.labels import QUEUE_LABEL, SEEN_ANNOTATION, SUSPENDED_ANNOTATION, TASK_LABEL
 from kftrain.launch.spec import WORKER
@@ -52,6 +53,8 @@ class Pod:
     """Kubernetes' word for who took the pod away, such as `EvictionByEvictionAPI`, `DeletionByTaintManager`; or ''."""
     ready: bool = True
     role: str = WORKER
+    has_probe: bool = False
+    """True if the container is asked whether it is ready, so that a pod that is not says nothing about its node."""
 
     @property
     def place(self) -> str:
@@ -95,6 +98,8 @@ class Job:
     """Names of the objects between job and pods, whose events count as the job's: see `Kind.list_part_names`."""
     created_at: float = 0.0
     """Time of the creation, in seconds since the epoch: an older event is about an earlier job of the name."""
+    failure: tuple[int, str] | None = None
+    """Exit code and operator's words of a job that failed, where its pods do not tell: see `Kind.read_failure`."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
     )
     waiting, ended = state.get("waiting", {}), state.get("terminated", {})
     placed = conditions.get("PodScheduled", {})
-    deleted = metadata.get("deletionTimestamp")
+    deleted, code = metadata.get("deletionTimestamp"), ended.get("exitCode")
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -164,7 +169,7 @@ def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
         running="running" in state,
-        exit_code=ended.get("exitCode"),
+        exit_code=code if kind.has_worker_codes or not code else RetryableError.exit_code,
         end_reason=ended.get("reason", ""),
         end_message=ended.get("message", ""),
         ended="exitCode" in ended or status.get("phase") in ("Succeeded", "Failed"),
@@ -174,6 +179,7 @@ def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
         disruption=conditions.get("DisruptionTarget", {}).get("reason", ""),
         ready=conditions.get("Ready", {}).get("status") != "False",
         role=kind.read_role(item),
+        has_probe=any(c.get("readinessProbe") for c in spec.get("containers") or [] if c["name"] == kind.container),
     )
 
 
@@ -210,8 +216,9 @@ def parse_job(item: Mapping[str, Any], now: float, kind: Kind) -> Job:
         num_pods=sum(kind.count_replicas(item).values()),
         operator=kind.operator,
         creation_failures=kind.creation_failures,
-        part_names=frozenset(kind.list_part_names(metadata["name"])),
+        part_names=frozenset(kind.list_part_names(item)),
         created_at=parse_seconds(metadata["creationTimestamp"]),
+        failure=kind.read_failure(item),
     )
 
 

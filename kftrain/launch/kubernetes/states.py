@@ -226,7 +226,7 @@ def find_pod_reason(pod: Pod, events: Sequence[Event], lost_nodes: frozenset[str
     if not pod.has_log:
         mounts = [event for event in events if event.uid == pod.uid and event.reason in VOLUME_EVENTS]
         return Reason(f"{mounts[-1].reason}: {mounts[-1].message}", FailureClass.VOLUME) if mounts else None
-    if pod.node in lost_nodes or (pod.running and not pod.ready):
+    if pod.node in lost_nodes or (pod.running and not pod.ready and not pod.has_probe):
         return Reason(f"{pod.name} runs on node {pod.node}, which does not answer", FailureClass.NODE)
     return None
 

@@ -59,6 +59,7 @@ class Watcher:
         self._seen_at = time.time()
         self._is_fenced = False
         """True if another launch holds the job, or a later job of its name, at the last look."""
+        self._failure: tuple[int, str] | None = None
         self._was_hopeless = False
         """True if the last look found no hope. Two in a row count: one may read a Workload newer than the job."""
         self._explained_at = float("-inf")
@@ -103,7 +104,8 @@ class Watcher:
         error = None
         with best_effort("the workers' error could not be read"):
             error = read_error(self._paths.error)
-        return diagnosis.diagnose(self._spec.task, error, self._pod_exits.list_last(), self._logs.copy_tails())
+        ended, tails = self._pod_exits.list_last(), self._logs.copy_tails()
+        return diagnosis.diagnose(self._spec.task, error, ended, tails, self._failure)
 
     def _observe(self) -> Observation:
         """Read the job, its pods and what explains them; note endings of pods, and follow new logs."""
@@ -111,6 +113,7 @@ class Watcher:
         item = self._cluster.read_job(self._name)
         kind = self._cluster.kind
         job = observation.parse_job(item, now, kind) if item and item["metadata"]["uid"] == self._lease.uid else None
+        self._failure = job.failure if job else None
         self._is_fenced = item is not None and self._lease.is_lost(item)
         parsed = observation.parse_pods(self._cluster.list_pods(self._name), now, kind)
         for pod in parsed:

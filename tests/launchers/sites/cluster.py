@@ -1,6 +1,7 @@
 """What the backends with pods have in common: a namespace, an object store, images of the present code."""
 
 import contextlib
+import dataclasses
 import shutil
 import subprocess
 from datetime import datetime, timedelta, timezone
@@ -119,8 +120,21 @@ class ClusterSite(Site):
 
 
 @contextlib.contextmanager
-def open_cluster(request, backend, resource, controller, prepare=lambda namespace: None, **values):
-    """Opens the site of a backend with pods, in a namespace of its own that enforces `restricted`."""
+def open_cluster(
+    request,
+    backend,
+    resource,
+    controller,
+    prepare=lambda namespace: None,
+    make_site=ClusterSite,
+    build_flags="",
+    changes=None,
+    **values,
+):
+    """Opens the site of a backend with pods, in a namespace of its own that enforces `restricted`.
+
+    `build_flags` are arguments of the engine for its trainer image, `changes` are settings that differ there.
+    """
     request.getfixturevalue("kubeconfig")
     store, mlflow_uri = request.getfixturevalue("store"), request.getfixturevalue("mlflow_uri")
     with Namespace.create(labels={"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
@@ -137,21 +151,23 @@ def open_cluster(request, backend, resource, controller, prepare=lambda namespac
             "launch.backend": backend,
             "launch.processes_per_node": 1,
             "launch.kubernetes.namespace": namespace.name,
-            "launch.kubernetes.trainer_image": _find_image(request),
+            "launch.kubernetes.trainer_image": _find_image(request, build_flags),
             "launch.kubernetes.cpu": "500m",
             "launch.kubernetes.memory": "2Gi",
             "launch.kubernetes.shared_memory": "256Mi",
+            **(changes or {}),
         }
-        yield ClusterSite(
+        yield make_site(
             namespace, resource, controller, name=backend, settings=settings, environment=store.environment, **values
         )
 
 
-def _find_image(request):
+def _find_image(request, build_flags):
     """An image of our code with the task that fails: the one that was named, or one that is built now."""
     named = request.config.getoption("--trainer-image", default="")
     if named:
         return named
     builder = request.getfixturevalue("builder")
+    builder = dataclasses.replace(builder, flags=f"{builder.flags} {build_flags}")
     trainer = builder.ensure("trainer", held_images())
     return builder.derive("faulty", "tests/e2e/faulty.Dockerfile", "tests/e2e", trainer)

@@ -2,19 +2,21 @@
 
 import http.server
 import json
+import os
 import shlex
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kftrain import config
 from kftrain.errors import ConfigError, FencedError, LaunchError, OtherJobError
-from kftrain.launch import ray, scheduler
+from kftrain.launch import ray, ray_driver, scheduler
 from kftrain.launch.base import build_launcher
-from kftrain.launch.ray_jobs import parse_job, read_job_standing
+from kftrain.launch.ray_jobs import STOP_FILE_ENV, WORKER_FILE_ENV, parse_job, read_job_standing
 from kftrain.launch.spec import JobSpec, Role
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "ray.json"
@@ -263,3 +265,25 @@ def test_a_driver_without_ray_says_what_is_missing():
     hidden = f"import runpy, sys; sys.modules['ray'] = None; {run}"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 13 and "install kftrain[train,ray]" in done.stdout, done.stderr
+
+
+PATIENT = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print(1); time.sleep(60)"
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_node_ends_its_worker_as_soon_as_its_pod_is_told_to_go(tmp_path, is_early):
+    """By a file, because nobody calls an actor whose pod is taken away; a worker that would begin then does not."""
+    stop_file, worker_file = tmp_path / "stop", tmp_path / "worker"
+    environment = {**os.environ, STOP_FILE_ENV: str(stop_file), WORKER_FILE_ENV: str(worker_file)}
+    if is_early:
+        stop_file.touch()
+    node = ray_driver.Node()
+    output = node.work([sys.executable, "-c", PATIENT], {**environment, "PYTHONUNBUFFERED": "1"})
+    if is_early:
+        assert list(output) == [143] and not worker_file.exists()
+        return
+    assert next(output) == "1\n"
+    assert psutil.Process(int(worker_file.read_text())).is_running()
+    stop_file.touch()
+    assert list(output) == [143]
+    node._process.stdout.close()

@@ -69,9 +69,9 @@ class JobSet(Kind):
         """Return a template for each role: see `Kind.list_pod_templates`."""
         return [role["template"]["spec"]["template"] for role in job["spec"]["replicatedJobs"]]
 
-    def list_part_names(self, job_name: str) -> Iterable[str]:
+    def list_part_names(self, job: Mapping[str, Any]) -> Iterable[str]:
         """Return the name of the workers' Job: see `Kind.list_part_names`."""
-        return [f"{job_name}-{WORKER}-0"]
+        return [f"{job['metadata']['name']}-{WORKER}-0"]
 
 
 KIND = JobSet()

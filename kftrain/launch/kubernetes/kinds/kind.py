@@ -62,6 +62,10 @@ class Kind(ABC):
     """Label of a pod that holds its role; empty for a kind with one role only."""
     replaces_failed_pods: ClassVar[bool] = False
     """True for pods of a Job of Kubernetes: with its failure policy it replaces none whose phase says Running."""
+    has_worker_codes: ClassVar[bool] = True
+    """True if pods end with the exit codes of workers; False if they run something else, whose code says nothing."""
+    is_one_attempt: ClassVar[bool] = False
+    """True if the first failure ends a job, so that each attempt is a job of its own."""
     suspend_path: ClassVar[tuple[str, ...]] = ("spec", "suspend")
     """Keys that lead to the field by which queues and people take the pods away."""
     max_name_length: ClassVar[int] = 52
@@ -85,7 +89,7 @@ class Kind(ABC):
     def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         """Return the pod templates of a job, one per role."""
 
-    def list_part_names(self, job_name: str) -> Iterable[str]:
+    def list_part_names(self, job: Mapping[str, Any]) -> Iterable[str]:
         """Return the names of objects between job and pods whose events say why there are no pods; none by default."""
         return ()
 
@@ -151,6 +155,10 @@ class Kind(ABC):
         """Return the conditions of a job that are true, those that the launcher acts on in our words."""
         conditions = (job.get("status") or {}).get("conditions") or []
         return frozenset(self.condition_names.get(c["type"], c["type"]) for c in conditions if c["status"] == "True")
+
+    def read_failure(self, job: Mapping[str, Any]) -> tuple[int, str] | None:
+        """Return the exit code of a job that failed, and the operator's words; None where its pods tell, by default."""
+        return None
 
     def is_suspended(self, job: Mapping[str, Any]) -> bool:
         """Tell whether the field at `suspend_path` says that the job is to have no pods."""

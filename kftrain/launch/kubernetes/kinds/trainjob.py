@@ -90,9 +90,10 @@ class TrainJob(Kind):
         """Return what a TrainJob says of its one template: the container. See `Kind.list_pod_templates`."""
         return [{"spec": {"containers": [job["spec"].get("trainer") or {}]}}]
 
-    def list_part_names(self, job_name: str) -> Iterable[str]:
+    def list_part_names(self, job: Mapping[str, Any]) -> Iterable[str]:
         """Return the names of the JobSet, which is the job's, and of its Job: see `Kind.list_part_names`."""
-        return [job_name, f"{job_name}-{NODES}-0"]
+        name = job["metadata"]["name"]
+        return [name, f"{name}-{NODES}-0"]
 
 
 def _require_expressible(spec: JobSpec, settings: KubernetesConfig) -> None:

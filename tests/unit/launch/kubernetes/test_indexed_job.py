@@ -11,7 +11,7 @@ from kftrain import config, errors
 from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError
 from kftrain.launch import base, spec
 from kftrain.launch.kubernetes.control import ClusterJobs
-from kftrain.launch.kubernetes.kinds import jobset, pytorchjob, trainjob
+from kftrain.launch.kubernetes.kinds import jobset, pytorchjob, rayjob, trainjob
 from kftrain.launch.kubernetes.kinds.indexed_job import KIND
 from kftrain.launch.kubernetes.observation import Observation, keep_newest, parse_job, parse_pods
 from kftrain.launch.kubernetes.states import State, assess
@@ -91,7 +91,10 @@ def test_the_launcher_builds_it_for_a_sharding_and_who_looks_for_a_runs_jobs_alw
     assert kinds == {TRAINING: "PyTorchJob", SHARDING: "Job"}
     for pods in (8, 0):  # a job of before the setting was changed is a job
         jobs = base.find_jobs(config.parse(TEXT, [f"data.shard_pods={pods}"]))
-        assert isinstance(jobs, ClusterJobs) and set(jobs._kinds) == {pytorchjob.KIND, trainjob.KIND, jobset.KIND, KIND}
+        assert isinstance(jobs, ClusterJobs) and set(jobs._kinds) == {
+            *(kind.KIND for kind in (pytorchjob, trainjob, jobset, rayjob)),
+            KIND,
+        }
 
 
 @pytest.mark.parametrize(("pods", "refused"), [(8, True), (0, False)])
