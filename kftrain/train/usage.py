@@ -57,7 +57,6 @@ class DataMetrics:
         }
         return metrics | {name: sums[name] / known for name in USAGE if (known := sums[f"knows {name}"])}
 
-
     def _measure_usage(self) -> dict[str, float]:
         """Measure the use of the machine, unless that was done a moment ago: files of the kernel are read for it."""
         if self._usage is None or monotonic() - self._measured_at >= USAGE_SECONDS:
