@@ -74,9 +74,7 @@ class CompressionConfig(Section):
     def require_optimizer(self, kind: str, nesterov: bool) -> None:
         """Raise ValueError where an optimizer has other momenta than those that each process has of its own."""
         if self.has_local_momenta and (kind != "sgd" or nesterov):
-            raise ValueError(
-                f"optimizer.kind must be sgd, without nesterov, with parallel.compression.kind {self.kind}"
-            )
+            raise ValueError(f"optimizer.kind must be sgd, without nesterov, with compression.kind {self.kind}")
 
 
 class ParallelConfig(Section):

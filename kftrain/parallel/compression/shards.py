@@ -99,7 +99,7 @@ class ShardedFeedback:
         lengths = [_count_numbers(unit) * self._group.size() for unit in self._sums]
         self._feedback = torch.zeros(sum(lengths), device=self._distributed.mesh.world.device)
         self._next_feedback = self._feedback.clone()
-        for sums, part in zip(self._sums.values(), self._next_feedback.split(lengths), strict=True):
+        for sums, part in zip(self._sums.values(), torch.split(self._next_feedback, lengths), strict=True):
             sums.feedback = part
 
     def settle(self, found_inf: torch.Tensor) -> None:
@@ -134,11 +134,11 @@ class ShardedFeedback:
     def _list_parts(self, vector: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """List the parameters of all units, each with its part of this process's chunks of a vector."""
         lengths = [_count_numbers(unit) * self._group.size() for unit in self._sums]
-        for unit, chunks in zip(self._sums, vector.split(lengths), strict=True):
+        for unit, chunks in zip(self._sums, torch.split(vector, lengths), strict=True):
             own = chunks.view(self._group.size(), -1)[self._group.rank()]
             # Parts are of one length on all processes, those of the last one filled up.
             members = _list_members(unit)
-            parts = own.split([member.padded_sharded_param_size.numel() for member in members])
+            parts = torch.split(own, [member.padded_sharded_param_size.numel() for member in members])
             for member, part in zip(members, parts, strict=True):
                 size = member.sharded_size
                 yield _take_parameter(member), part[: size.numel()].view(size)
