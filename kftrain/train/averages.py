@@ -48,7 +48,9 @@ class Averages:
             return
         # 1 up to the first step after the start, which copies the weights; and 0 for a skipped one.
         share = torch.rsub(self._num_steps, self._start_steps + 2.0).clamp_(1.0 - self._decay, 1.0).mul_(counts)
-        weights = self._weights if self._are_plain else [local(weight) for weight in self._weights]
+        weights: list[torch.Tensor] = (
+            [*self._weights] if self._are_plain else [local(weight) for weight in self._weights]
+        )
         if self._are_narrow:
             weights = [weight.float() for weight in weights]
         torch._foreach_lerp_(self._parts, weights, [share] * len(weights))

@@ -19,7 +19,7 @@ USAGE = ("memory_bytes", "disk_used_share", "gpu_memory_share", "gpu_use_share")
 
 
 USAGE_SECONDS = 1.0
-"""Seconds for which a measurement of the machine holds: a record of a small model's steps may follow in milliseconds."""
+"""Seconds for which a measurement of the machine holds: records of a small model may be milliseconds apart."""
 
 
 class DataMetrics:

@@ -2,11 +2,11 @@ import sys
 import types
 
 import psutil
-import psutil
 import pytest
 import torch
 
 from kftrain.data.counters import Counters
+from kftrain.train import usage
 from kftrain.train.usage import DataMetrics, measure_usage
 
 
@@ -90,3 +90,14 @@ def test_a_gpu_is_measured_and_how_busy_it_is_where_somebody_can_tell(monkeypatc
 def test_a_folder_that_is_gone_ends_no_training(tmp_path):
     found = DataMetrics(Counters(), World(), str(tmp_path / "gone")).collect()
     assert "disk_used_share" not in found and "data_bytes" in found
+
+
+def test_the_machine_is_measured_once_a_second(tmp_path, monkeypatch):
+    now, asked = [5.0], []
+    monkeypatch.setattr(usage, "monotonic", lambda: now[0])
+    monkeypatch.setattr(usage, "measure_usage", lambda *of: asked.append(of) or {"memory_bytes": float(len(asked))})
+    metrics = DataMetrics(Counters(), World(), str(tmp_path))
+    found = []
+    for now[0] in (5.0, 5.9, 6.0, 6.5):
+        found.append(metrics.collect()["memory_bytes"])
+    assert found == [1.0, 1.0, 2.0, 2.0]
