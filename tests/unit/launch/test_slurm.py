@@ -185,7 +185,7 @@ SERVED = {
 --het-group=*)
   printf '%s\\0' "$@" > "$SEEN.server"
   [ -z "$SERVER" ] || exit "$SERVER"
-  echo serves; echo $$ > "$SEEN.$2"; exec sleep 60 ;;
+  echo serves; echo $$ > "$SEEN.$2"; exec sleep 20 ;;
 esac
 """
     + COMMANDS["srun"].replace("exit", "sleep 1; exit"),
