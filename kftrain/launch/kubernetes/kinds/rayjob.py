@@ -54,7 +54,6 @@ class KubeRayJob(Kind):
     install = "install the KubeRay operator, version 1.6"
     job_name_label = "kftrain.io/job"
     index_label = "ray.io/node-type"
-    role_label = ""
     has_worker_codes = False
     is_one_attempt = True
     max_name_length = 47  # KubeRay's own limit
