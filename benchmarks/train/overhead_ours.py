@@ -105,8 +105,10 @@ def make_scaled_step(
     half, masters = copy.deepcopy(plain).half(), list(plain.parameters())
     halves, averages = list(half.parameters()), [each.detach().clone() for each in masters]
     scaler: Any = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    num_skipped = 0
 
     def take(batch: StepBatch) -> None:
+        nonlocal num_skipped
         tensors = batch.micro_batches[0].sent.tensors
         with torch.no_grad():
             torch._foreach_copy_(halves, masters)
@@ -116,9 +118,13 @@ def make_scaled_step(
             master.grad, each.grad = each.grad.float(), None  # type: ignore[union-attr]
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(masters, limit)
+        before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        if scaler.get_scale() < before:  # as torch says whether a step was skipped: averages stay, as ours do
+            num_skipped += 1
+            return
         with torch.no_grad():
             torch._foreach_lerp_(averages, masters, 1 - DECAY)
 

@@ -115,7 +115,10 @@ class WorkingCopies:
         if not self._are_watched:
             for master, copy in zip(self._masters, self._copies, strict=True):
                 if (gradient := copy.grad) is not None:
-                    master.grad = spread_like(master, gradient.to(self._reduce).to(master.dtype))
+                    gradient = gradient.to(self._reduce)
+                    if gradient.dtype != master.dtype:  # seldom: a cast that changes nothing takes time, too
+                        gradient = gradient.to(master.dtype)
+                    master.grad = spread_like(master, gradient)
                     copy.grad = None
 
     def _take_gradient(self, number: int, copy: torch.Tensor) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import math
+import os
 import tempfile
-from dataclasses import replace
 
 import psutil
 import torch
@@ -25,11 +27,11 @@ class DataMetrics:
         self._counters = counters
         self._world = world
         self._folder = folder or tempfile.gettempdir()
-        self._last = replace(counters)
+        self._last = copy.copy(counters)
 
     def collect(self) -> dict[str, float]:
         """Return what was measured since the call before, by name: docs/decoding.md says what each is. Collective."""
-        now = replace(self._counters)
+        now = copy.copy(self._counters)
         since_last, self._last = now.since(self._last), now
         usage = measure_usage(self._world.device, self._folder)
         # One sum for all of it, as long for two processes as for a thousand: so the skew is a standard deviation.
@@ -50,9 +52,12 @@ class DataMetrics:
         return metrics | {name: sums[name] / known for name in USAGE if (known := sums[f"knows {name}"])}
 
 
+_find_process = functools.cache(psutil.Process)  # which reads several files of /proc to know itself again
+
+
 def measure_usage(device: torch.device, folder: str) -> dict[str, float]:
     """Measure how much of its machine a process uses, as far as somebody can tell."""
-    usage = {"memory_bytes": float(psutil.Process().memory_info().rss)}
+    usage = {"memory_bytes": float(_find_process(os.getpid()).memory_info().rss)}
     with contextlib.suppress(OSError):
         usage["disk_used_share"] = psutil.disk_usage(folder).percent / 100
     if device.type == "cuda":
