@@ -183,5 +183,5 @@ class StepNumbers:
         """Return the local sum of the loss, the gradient norm and the metrics; wait for their step, not for later."""
         if self._event is not None:
             self._event.synchronize()
-        loss, norm, *others = (float(scalar.item()) for scalar in self._scalars)
+        loss, norm, *others = (float(scalar.numpy()) for scalar in self._scalars)
         return loss, norm, dict(zip(self._names, others, strict=True))
