@@ -808,6 +808,16 @@ MUTANTS = [
         "tests/unit/train/test_loop.py",
     ),
     Mutant(
+        "a resume scales the learning rate with the batch once more",
+        "kftrain/train/loop.py",
+        "        self._left_out.resume(loaded.manifest.bad_samples)\n",
+        "        self._left_out.resume(loaded.manifest.bad_samples)\n"
+        "        optimizer = self._config.optimizer\n"
+        "        factor = compute_batch_factor(optimizer, self._sizes.find_size(loaded.manifest.step))\n"
+        '        vars(optimizer)["learning_rate"] *= factor\n',
+        "tests/unit/train/test_loop.py -k no_second_time",
+    ),
+    Mutant(
         "the learning rate is never set",
         "kftrain/train/loop.py",
         "        self._engine.set_learning_rate(self._find_rate(step))\n",

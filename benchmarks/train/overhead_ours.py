@@ -118,11 +118,11 @@ def make_scaled_step(
             master.grad, each.grad = each.grad.float(), None  # type: ignore[union-attr]
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(masters, limit)
+        before = scaler.get_scale()
         scaler.step(optimizer)
-        scale = scaler.get_scale()
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        if scaler.get_scale() < scale:  # how one learns of a skipped step, by torch's documentation
+        if scaler.get_scale() < before:  # as torch says whether a step was skipped: averages stay, as ours do
             num_skipped += 1
             return
         with torch.no_grad():

@@ -5,7 +5,7 @@ A loader's own are written and looked at by the thread that takes its steps, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass
@@ -48,4 +48,5 @@ class Counters:
     def since(self, before: Counters) -> Counters:
         """Return what came after an earlier copy."""
         later = Counters(**{name: value - vars(before)[name] for name, value in vars(self).items()})
-        return replace(later, slowest_seconds=self.slowest_seconds)
+        later.slowest_seconds = self.slowest_seconds
+        return later

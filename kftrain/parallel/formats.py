@@ -109,16 +109,14 @@ class WorkingCopies:
 
     def hand_over(self) -> None:
         """Give the masters the gradients of this step, in their own format; a parameter that was not used gets none."""
-        for number, total in self.sums.items():
-            self._masters[number].grad = spread_like(self._masters[number], total.to(self._masters[number].dtype))
-        self.sums.clear()
         if not self._are_watched:
-            for master, copy in zip(self._masters, self._copies, strict=True):
-                if (gradient := copy.grad) is not None:
-                    if self._reduce != torch.float32:
-                        gradient = gradient.to(self._reduce)
-                    master.grad = spread_like(master, gradient.to(master.dtype))
-                    copy.grad = None
+            for number, copy in enumerate(self._copies):
+                if copy.grad is not None:
+                    self._take_gradient(number, copy)
+        for number, total in self.sums.items():
+            master = self._masters[number]  # even a cast that changes nothing takes time
+            master.grad = spread_like(master, total if total.dtype == master.dtype else total.to(master.dtype))
+        self.sums.clear()
 
     def _take_gradient(self, number: int, copy: torch.Tensor) -> None:
         # After each micro batch: left in place, autograd would add the next one to it in the format of the computation,

@@ -64,7 +64,7 @@ class LossScale:
 
         A hook of the model may have made another number of it since.
         """
-        return self._found_inf / (1.0 - self._found_inf)
+        return self._found_inf.atanh()  # of 1 it is infinite, of 0 it is 0
 
     def update(self, found_inf: torch.Tensor) -> dict[str, torch.Tensor]:
         """Grow or halve the scale after a step; `found_inf`: 1 where it was skipped, on all processes, else 0.
@@ -72,7 +72,7 @@ class LossScale:
         Return the metrics of the step, scalars on the device.
         """
         found_inf, used = found_inf.to(self._scale.device), self._scale.clone()
-        self._num_skipped = self._num_skipped + found_inf.long()  # a new one: the metric keeps the one that it is given
+        self._num_skipped = self._num_skipped + found_inf.long()  # another tensor: the one before may be on its way
         growth = self._config.growth_factor, BACKOFF_FACTOR, self._config.growth_interval_steps
         torch._amp_update_scale_(self._scale, self._num_good_steps, found_inf, *growth)
         self._scale.clamp_(min=self._config.minimum)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import tempfile
-from dataclasses import replace
 from time import monotonic
 
 import psutil
@@ -30,14 +30,14 @@ class DataMetrics:
         self._counters = counters
         self._world = world
         self._folder = folder or tempfile.gettempdir()
-        self._last = replace(counters)
+        self._last = copy.copy(counters)
         self._process = psutil.Process()  # once: to make one reads as much as to ask it for its memory
         self._usage: dict[str, float] | None = None
         self._measured_at = 0.0
 
     def collect(self) -> dict[str, float]:
         """Return what was measured since the call before, by name: docs/decoding.md says what each is. Collective."""
-        now = replace(self._counters)
+        now = copy.copy(self._counters)
         since_last, self._last = now.since(self._last), now
         usage = self._measure_usage()
         # One sum for all of it, as long for two processes as for a thousand: so the skew is a standard deviation.

@@ -182,6 +182,18 @@ def test_each_step_has_its_own_learning_rate_on_all_groups(make):
     assert resumed.rates == fakes.rates[6:]
 
 
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("square_root", 2.0)])
+def test_a_resume_scales_the_learning_rate_with_the_batch_no_second_time(make, monkeypatch, rule, factor):
+    monkeypatch.setattr(loop_module.load, "load_into", lambda *_: None)
+    plain, resumed = Fakes(), Fakes()
+    make(plain).run(0)
+    resumed.state = Parts({})
+    loop = make(resumed, f"optimizer.scale_learning_rate={rule}", "optimizer.reference_batch_size=1")
+    before = SimpleNamespace(bad_samples=(), selection=None, parts={}, files=(), step=6)
+    assert loop.run(loop.resume(SimpleNamespace(manifest=before, uri=""))) == 10
+    assert resumed.rates == pytest.approx([factor * rate for rate in plain.rates[6:]])
+
+
 def test_each_step_has_its_batch_its_terms_and_a_seed_of_its_own(make):
     fakes, resumed = Fakes(), Fakes()
     make(fakes).run(0)
