@@ -38,6 +38,48 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a server applies a push twice that was sent again",
+        "kftrain/server/state.py",
+        "        if self.is_old(frame):\n            return\n",
+        "",
+        "tests/unit/server/test_state.py -k come_again",
+    ),
+    Mutant(
+        "a server sums the workers of a step in the order of their arrival",
+        "kftrain/server/state.py",
+        "            frames.sort(key=lambda frame: (frame.worker, frame.sequence))\n",
+        "",
+        "tests/unit/server/test_state.py -k come_again",
+    ),
+    Mutant(
+        "a worker is one step further ahead than it may",
+        "kftrain/server/clock.py",
+        "clock - min(clocks.values()) <= max_ahead",
+        "clock - min(clocks.values()) <= max_ahead + 1",
+        "tests/unit/server/test_clock_rule.py",
+    ),
+    Mutant(
+        "a new row follows from the order of arrival",
+        "kftrain/server/table.py",
+        "mix_bits(keys.view(np.uint64) + stream)",
+        "mix_bits(np.arange(len(keys), dtype=np.uint64) + stream)",
+        "tests/unit/server/test_table.py -k alone",
+    ),
+    Mutant(
+        "a server acknowledges what it has not logged",
+        "kftrain/server/server.py",
+        "self._log.num_bytes if self._state.is_old(frame) else self._log.append(frame)",
+        "self._log.num_bytes",
+        "tests/unit/server/test_server.py -k restart",
+    ),
+    Mutant(
+        "a removed row ends the search for those behind it",
+        "kftrain/server/rows.py",
+        "        self._slots[slots] = DELETED\n",
+        "        self._slots[slots] = EMPTY\n",
+        "tests/unit/server/test_table.py -k behind_removed",
+    ),
+    Mutant(
         "a resume drops the feedback of compression",
         "kftrain/parallel/compression/shards.py",
         '                part.copy_(local(state["lost"][names[parameter]]))\n',

@@ -27,6 +27,8 @@ MAY_IMPORT = {
     "sharding": {"run", "process", "data", "tasks"},
     "models": set(),
     "parallel": {"process"},
+    "server": set(),
+    "remote_parameters": set(),
     "tracking": {"run", "data.shards"},
     "report": {"run"},
     "launch": {"run", "process"},

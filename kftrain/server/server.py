@@ -1,0 +1,147 @@
+"""A server: a thread for each connection around one state, and a log that is synced before an acknowledgement."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from kftrain.core.frames import MAX_BODY_BYTES, Frame, FrameKind, FrameSocket
+from kftrain.errors import ConfigError, LostPeerError
+from kftrain.server.clock import may_begin
+from kftrain.server.log import FrameLog, replay
+from kftrain.server.state import RECORDED, ServerState
+
+logger = logging.getLogger(__name__)
+
+
+class Server:
+    """Serves a state to everyone who knows the secret.
+
+    Args:
+        state: A new state, or one that has loaded a snapshot.
+        folder: Where the log lies; its frames are applied to the state first.
+        secret: What all processes of the run know.
+        host: The address to listen on.
+        port: The port; 0 picks a free one.
+    """
+
+    def __init__(self, state: ServerState, folder: Path, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._state = state
+        self._folder = folder
+        self._secret = secret
+        for frame in replay(self._log_path):
+            state.apply(frame)
+        self._log = FrameLog(self._log_path)
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._sockets: set[FrameSocket] = set()
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server((host, port))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+
+    @property
+    def _log_path(self) -> Path:
+        return self._folder / "frames.log"
+
+    def start(self) -> None:
+        """Begin to answer, in threads."""
+        self._start_thread(self._accept)
+
+    def stop(self) -> None:
+        """Close all connections and wait for the threads; the log holds everything that was acknowledged."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+            for connection in self._sockets:
+                connection.close()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which closing alone does not
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+        self._log.close()
+
+    def _start_thread(self, work: object, *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                return  # stopped
+            self._start_thread(self._serve, FrameSocket(connection, f"{peer[0]}:{peer[1]}"))
+
+    def _serve(self, connection: FrameSocket) -> None:
+        with self._changed:
+            self._sockets.add(connection)
+        try:
+            connection.authenticate(self._secret, is_server=True)
+            while (answer := self._answer(connection.receive())) is not None:
+                if answer.kind is not FrameKind.PUSH:
+                    connection.send(answer)
+                if answer.kind is FrameKind.REFUSAL:
+                    break
+        except (LostPeerError, ConfigError) as error:
+            if not self._is_stopped:
+                logger.info("a worker's connection ended: %s", error)
+        finally:
+            with self._changed:
+                self._sockets.discard(connection)
+            connection.close()
+
+    def _answer(self, frame: Frame) -> Frame | None:
+        """Do what a frame asks for. A PUSH is returned as it came, for it is not answered; None once stopped."""
+        if frame.kind is FrameKind.PULL:
+            return self._pull(frame)
+        if frame.kind is FrameKind.SNAPSHOT:
+            return self._write_snapshot(frame)
+        if frame.kind in RECORDED:
+            return self._record(frame)
+        return self._refuse(frame, "it is no request")
+
+    def _record(self, frame: Frame) -> Frame:
+        with self._changed:
+            if flaw := self._state.find_flaw(frame):
+                return self._refuse(frame, flaw)
+            # Logged before it is applied, under one lock: a replay applies the same frames in the same order.
+            # One that comes again may not have been synced the first time: its acknowledgement waits all the same.
+            position = self._log.num_bytes if self._state.is_old(frame) else self._log.append(frame)
+            self._state.apply(frame)
+            self._changed.notify_all()
+            answer = self._describe_position(frame.worker)
+        if frame.kind is FrameKind.PUSH:
+            return frame
+        self._log.sync(position)
+        return answer
+
+    def _pull(self, frame: Frame) -> Frame | None:
+        state = self._state
+        if frame.table >= len(state.tables):
+            return self._refuse(frame, f"there is no table {frame.table}")
+        if frame.keys.size * state.tables[frame.table].spec.dim * 4 > MAX_BODY_BYTES:
+            return self._refuse(frame, "more weights than a frame may hold")
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or may_begin(state.clocks, frame.clock, state.max_ahead))
+            if self._is_stopped:
+                return None
+            weights = state.tables[frame.table].read(frame.keys)
+        return Frame(FrameKind.WEIGHTS, frame.table, frame.worker, values=weights)
+
+    def _write_snapshot(self, frame: Frame) -> Frame:
+        with self._changed:
+            self._state.write_snapshot(self._folder / f"snapshot-{frame.clock}")
+        return Frame(FrameKind.POSITION, clock=frame.clock)
+
+    def _describe_position(self, worker: int) -> Frame:
+        sequence, clock = self._state.sequences[worker], self._state.clocks.get(worker, 0)
+        return Frame(FrameKind.POSITION, worker=worker, sequence=sequence, clock=clock)
+
+    def _refuse(self, frame: Frame, flaw: str) -> Frame:
+        logger.error("refused a %s of worker %d: %s", frame.kind.name, frame.worker, flaw)
+        return Frame(FrameKind.REFUSAL, worker=frame.worker, keys=np.empty(0, np.int64))

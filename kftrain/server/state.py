@@ -1,0 +1,131 @@
+"""The state of one server as its record makes it: each change is a frame, and the same frames give the same state."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kftrain.core import storage
+from kftrain.core.frames import Frame, FrameKeys, FrameKind, FrameValues
+from kftrain.errors import CheckpointError
+from kftrain.server.clock import count_finished
+from kftrain.server.table import RowTable
+
+RECORDED = frozenset({FrameKind.JOIN, FrameKind.PUSH, FrameKind.FINISH, FrameKind.LEAVE})
+"""Frames that change the state."""
+
+
+class ServerState:
+    """Tables, clocks of the living workers, and what each worker was last heard to have sent.
+
+    Args:
+        tables: The tables, by their numbers.
+        max_ahead: The clock rule's; at 0 the gradients of a step are summed over the workers, in their order, and make
+            one update when the last worker has finished the step. Else each push is an update at once.
+    """
+
+    def __init__(self, tables: Sequence[RowTable], max_ahead: int | None) -> None:
+        self.tables = tables
+        self.max_ahead = max_ahead
+        self.clocks: dict[int, int] = {}
+        self.sequences: dict[int, int] = defaultdict(int)
+        self._waiting: list[Frame] = []
+
+    def find_flaw(self, frame: Frame) -> str:
+        """Describe why a frame cannot be applied; empty if it can, or was already."""
+        if frame.kind is FrameKind.JOIN or self.is_old(frame):
+            return ""
+        if frame.worker not in self.clocks:
+            return f"worker {frame.worker} has not joined"
+        if frame.sequence != self.sequences[frame.worker] + 1:
+            return f"sequence {frame.sequence} follows {self.sequences[frame.worker]}: a frame is lost"
+        if frame.kind is FrameKind.PUSH:
+            return self._find_flaw_of_push(frame)
+        if frame.kind is FrameKind.FINISH and frame.clock != self.clocks[frame.worker]:
+            return f"step {frame.clock} ends in step {self.clocks[frame.worker]}"
+        return ""
+
+    def is_old(self, frame: Frame) -> bool:
+        """Return True if a frame came before: it is sent again after a lost connection and changes nothing."""
+        return frame.kind is not FrameKind.JOIN and frame.sequence <= self.sequences[frame.worker]
+
+    def apply(self, frame: Frame) -> None:
+        """Apply a frame without a flaw; one that came before does nothing."""
+        if self.is_old(frame):
+            return
+        if frame.kind is FrameKind.JOIN:
+            self.clocks.setdefault(frame.worker, count_finished(self.clocks))
+            return
+        self.sequences[frame.worker] = frame.sequence
+        if frame.kind is FrameKind.PUSH:
+            self._add_push(frame)
+        elif frame.kind is FrameKind.FINISH:
+            self.clocks[frame.worker] += 1
+        else:
+            del self.clocks[frame.worker]
+        if frame.kind is not FrameKind.PUSH:
+            self._update_finished_steps()
+
+    def _find_flaw_of_push(self, frame: Frame) -> str:
+        if frame.table >= len(self.tables):
+            return f"there is no table {frame.table}"
+        if frame.values.size != frame.keys.size * self.tables[frame.table].spec.dim:
+            return f"{frame.values.size} values for {frame.keys.size} keys"
+        return "" if np.unique(frame.keys).size == frame.keys.size else "a key comes twice in a push"
+
+    def _add_push(self, frame: Frame) -> None:
+        table = self.tables[frame.table]
+        if self.max_ahead != 0:
+            table.update(frame.keys.copy(), frame.values.reshape(-1, table.spec.dim).copy())
+            return
+        # The clock is the step's, for a worker may be pushing for the next step before the slowest has ended this one.
+        where = (frame.kind, frame.table, frame.worker, frame.sequence, self.clocks[frame.worker])
+        self._waiting.append(Frame(*where, frame.keys.copy(), frame.values.copy()))
+
+    def _update_finished_steps(self) -> None:
+        finished = count_finished(self.clocks)
+        is_last = not self.clocks  # the last worker has left: nobody will add to what it did
+        due = [frame for frame in self._waiting if is_last or frame.clock < finished]
+        self._waiting = [frame for frame in self._waiting if not is_last and frame.clock >= finished]
+        groups = defaultdict(list)
+        for frame in due:
+            groups[frame.clock, frame.table].append(frame)
+        for (_, number), frames in sorted(groups.items()):
+            frames.sort(key=lambda frame: (frame.worker, frame.sequence))
+            table = self.tables[number]
+            table.update(*sum_pushes(frames, table.spec.dim))
+
+    def write_snapshot(self, folder: Path) -> None:
+        """Write everything into a new folder, which exists only when it is whole."""
+        assert not self._waiting, "a snapshot in the middle of a step"
+        with storage.new_folder(str(folder)) as new:
+            for number, table in enumerate(self.tables):
+                for name, rows in table.snapshot().items():
+                    np.save(new / f"{number}-{name}.npy", rows)
+            updates = [table.num_updates for table in self.tables]
+            workers = {"clocks": list(self.clocks.items()), "sequences": list(self.sequences.items())}
+            (new / "state.json").write_text(json.dumps({"schema": 1, "updates": updates, **workers}))
+
+    def load_snapshot(self, folder: Path) -> None:
+        """Take a snapshot into a new state. Raises CheckpointError if it is of other tables."""
+        document = storage.read_json(str(folder / "state.json"))
+        if document["schema"] != 1 or len(document["updates"]) != len(self.tables):
+            raise CheckpointError("a snapshot of other tables, or of another release", where=str(folder))
+        for number, (table, num_updates) in enumerate(zip(self.tables, document["updates"], strict=True)):
+            names = ("rows", "candidates")
+            table.load(num_updates, **{name: np.load(folder / f"{number}-{name}.npy") for name in names})
+        self.clocks.update(document["clocks"])
+        self.sequences.update(document["sequences"])
+
+
+def sum_pushes(frames: Sequence[Frame], dim: int) -> tuple[FrameKeys, FrameValues]:
+    """Sum gradients of several pushes, in their order, to (sorted keys, gradients (keys, dim))."""
+    keys = np.unique(np.concatenate([frame.keys for frame in frames]))
+    total = np.zeros((len(keys), dim), np.float32)
+    for frame in frames:
+        total[np.searchsorted(keys, frame.keys)] += frame.values.reshape(-1, dim)
+    return keys, total
