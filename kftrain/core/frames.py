@@ -32,7 +32,8 @@ class FrameKind(IntEnum):
     """The kind of a frame: what it asks for, or answers."""
 
     JOIN = 1
-    """A worker is there; answered by POSITION: its last sequence and its clock."""
+    """A new process of a worker is there, which knows nothing of a step that an earlier one began; answered by
+    POSITION: the worker's last sequence and its clock."""
     PULL = 2
     """Read the keys' weights as of `clock`; answered by WEIGHTS once the clock rule allows it."""
     PUSH = 3
@@ -40,13 +41,17 @@ class FrameKind(IntEnum):
     FINISH = 4
     """The worker's step `clock` is over; answered by POSITION when all up to it is safe."""
     LEAVE = 5
-    """A worker has died or is done: nobody waits for it. Answered by POSITION."""
+    """The worker is done: nobody waits for it. Answered by POSITION."""
     SNAPSHOT = 6
     """Write a snapshot named `clock`; answered by POSITION."""
     POSITION = 7
     WEIGHTS = 8
     REFUSAL = 9
     """The frame before was wrong; the server says why in its log and closes."""
+    RESUME = 10
+    """The same process of a worker is there again, over another connection; answered by POSITION."""
+    EXPEL = 11
+    """The worker has died, says another one: nobody waits for it. Answered by POSITION."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Frame:
         """Return what goes over the wire, in parts that are not copied."""
         sizes = (self.keys.size, self.values.size)
         header = HEADER.pack(MAGIC, self.kind, self.table, self.worker, 0, self.sequence, self.clock, *sizes)
-        bodies = [memoryview(np.ascontiguousarray(self.keys)), memoryview(np.ascontiguousarray(self.values))]
+        bodies = [np.ascontiguousarray(self.keys).data, np.ascontiguousarray(self.values).data]
         return [memoryview(header), *(body.cast("B") for body in bodies if body.nbytes)]
 
 

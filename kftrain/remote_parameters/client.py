@@ -64,7 +64,7 @@ class RemoteTables:
         self._reads_ahead[table] = (keys, self._reader.submit(self._read, AHEAD_LANE, table, keys, self.clock + 1))
 
     def push(self, table: str, keys: FrameKeys, gradients: FrameValues) -> None:
-        """Send gradients (keys, dim) of distinct keys, to be applied once."""
+        """Send gradients (keys, dim) of distinct keys, to be applied once; leave both alone until `finish_step`."""
         for link, places in self._split_by_owner(keys):
             # Without keys too: a table counts its updates, and the step of Adam is the same on all servers.
             values = np.ascontiguousarray(gradients[places]).reshape(-1)
@@ -84,6 +84,11 @@ class RemoteTables:
             link.finish()
         self.close()
 
+    def expel(self, worker: int) -> None:
+        """Let nobody wait for a worker that has died; what it pushed in the step that it did not finish is dropped."""
+        for link in self._links:
+            link.expel(worker)
+
     def request_snapshot(self, number: int) -> None:
         """Have all servers write their snapshot of this number. No worker may be in the middle of a step."""
         for link in self._links:
@@ -99,14 +104,16 @@ class RemoteTables:
         weights = np.empty((len(keys), self._dims[table]), np.float32)
         requests = []
         for link, places in self._split_by_owner(keys):
-            if places.size:
-                frame = Frame(FrameKind.PULL, self._numbers[table], self._worker, clock=clock, keys=keys[places])
+            frame = Frame(FrameKind.PULL, self._numbers[table], self._worker, clock=clock, keys=keys[places])
+            if frame.keys.size:
                 link.start_read(lane, frame)
                 requests.append((link, places, frame))
         for link, places, frame in requests:
-            weights[places] = link.finish_read(lane, frame).values.reshape(len(places), -1)
+            weights[places] = link.finish_read(lane, frame).values.reshape(frame.keys.size, -1)
         return weights
 
-    def _split_by_owner(self, keys: FrameKeys) -> list[tuple[Link, FrameKeys]]:
+    def _split_by_owner(self, keys: FrameKeys) -> list[tuple[Link, FrameKeys | slice]]:
+        if len(self._links) == 1:
+            return [(self._links[0], slice(None))]
         owners = self._ring.find_owners(keys)
         return [(link, np.flatnonzero(owners == number)) for number, link in enumerate(self._links)]

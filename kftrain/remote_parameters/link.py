@@ -42,7 +42,9 @@ class Link:
         self._reads: list[FrameSocket | None] = [None, None]
         self._unacknowledged: list[Frame] = []
         self._is_closed = False
+        self._has_joined = False
         position = self._persist(self._connect_for_changes)
+        self._has_joined = True
         self._sequence = position.sequence
         self.clock = position.clock
 
@@ -75,6 +77,10 @@ class Link:
     def finish_read(self, lane: int, frame: Frame) -> Frame:
         """Return the answer to the frame of `start_read`; its arrays are valid until the lane's next one."""
         return self._persist(lambda: self._receive_weights(lane, frame))
+
+    def expel(self, worker: int) -> None:
+        """Have the server wait for a dead worker no longer. Between two steps of this one."""
+        self._persist(lambda: self._exchange(Frame(FrameKind.EXPEL, worker=worker)))
 
     def request_snapshot(self, number: int) -> None:
         """Have the server write its snapshot of this number; between two steps of all workers."""
@@ -111,9 +117,9 @@ class Link:
         return connection
 
     def _connect_for_changes(self) -> Frame:
-        """Join anew, and send what the server says it has not."""
+        """Join, or resume and send what the server says it has not."""
         connection = self._connect()
-        connection.send(Frame(FrameKind.JOIN, worker=self._worker))
+        connection.send(Frame(FrameKind.RESUME if self._has_joined else FrameKind.JOIN, worker=self._worker))
         position = self._require_answer(connection, FrameKind.POSITION)
         for frame in self._unacknowledged:
             if frame.sequence > position.sequence:
@@ -158,6 +164,7 @@ class Link:
     def _require_answer(self, connection: FrameSocket, kind: FrameKind) -> Frame:
         answer = connection.receive()
         if answer.kind is FrameKind.REFUSAL:
+            connection.close()
             fix = "its log says why"
             raise RetryableError("the server refused what this worker sent", where=self._address.name, fix=fix)
         assert answer.kind is kind, f"a {answer.kind.name} where {kind.name} is due"

@@ -28,12 +28,14 @@ class FrameLog:
 
     def append(self, frame: Frame) -> int:
         """Append a frame; return the position up to which `sync` has to have come for it to be safe."""
-        record = b"".join(frame.encode())
-        record = CHECKSUM.pack(zlib.crc32(record)) + record
-        while record:  # a write may be short, and an unbuffered file does not go on by itself
-            num_written = self._file.write(record)
-            record = record[num_written:]
-            self.num_bytes += num_written
+        parts, checksum = frame.encode(), 0
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        for part in (memoryview(CHECKSUM.pack(checksum)), *parts):
+            while part:  # a write may be short, and an unbuffered file does not go on by itself
+                num_written = self._file.write(part)
+                part = part[num_written:]
+                self.num_bytes += num_written
         return self.num_bytes
 
     def sync(self, position: int) -> None:

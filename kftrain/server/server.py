@@ -80,6 +80,8 @@ class Server:
     def _serve(self, connection: FrameSocket) -> None:
         with self._changed:
             self._sockets.add(connection)
+            if self._is_stopped:
+                connection.close()
         try:
             connection.authenticate(self._secret, is_server=True)
             while (answer := self._answer(connection.receive())) is not None:
@@ -103,6 +105,8 @@ class Server:
             return self._write_snapshot(frame)
         if frame.kind in RECORDED:
             return self._record(frame)
+        if frame.kind is FrameKind.RESUME:
+            return self._resume(frame)
         return self._refuse(frame, "it is no request")
 
     def _record(self, frame: Frame) -> Frame:
@@ -119,6 +123,12 @@ class Server:
             return frame
         self._log.sync(position)
         return answer
+
+    def _resume(self, frame: Frame) -> Frame:
+        with self._changed:
+            if frame.worker in self._state.clocks:
+                return self._describe_position(frame.worker)
+        return self._refuse(frame, "it has not joined, or was expelled")
 
     def _pull(self, frame: Frame) -> Frame | None:
         state = self._state

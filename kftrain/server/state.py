@@ -15,7 +15,10 @@ from kftrain.errors import CheckpointError
 from kftrain.server.clock import count_finished
 from kftrain.server.table import RowTable
 
-RECORDED = frozenset({FrameKind.JOIN, FrameKind.PUSH, FrameKind.FINISH, FrameKind.LEAVE})
+UNNUMBERED = frozenset({FrameKind.JOIN, FrameKind.EXPEL})
+"""Frames without a sequence: applied twice, they do no more than once."""
+
+RECORDED = UNNUMBERED | {FrameKind.PUSH, FrameKind.FINISH, FrameKind.LEAVE}
 """Frames that change the state."""
 
 
@@ -37,7 +40,7 @@ class ServerState:
 
     def find_flaw(self, frame: Frame) -> str:
         """Describe why a frame cannot be applied; empty if it can, or was already."""
-        if frame.kind is FrameKind.JOIN or self.is_old(frame):
+        if frame.kind in UNNUMBERED or self.is_old(frame):
             return ""
         if frame.worker not in self.clocks:
             return f"worker {frame.worker} has not joined"
@@ -51,36 +54,45 @@ class ServerState:
 
     def is_old(self, frame: Frame) -> bool:
         """Return True if a frame came before: it is sent again after a lost connection and changes nothing."""
-        return frame.kind is not FrameKind.JOIN and frame.sequence <= self.sequences[frame.worker]
+        return frame.kind not in UNNUMBERED and frame.sequence <= self.sequences[frame.worker]
 
     def apply(self, frame: Frame) -> None:
         """Apply a frame without a flaw; one that came before does nothing."""
         if self.is_old(frame):
             return
-        if frame.kind is FrameKind.JOIN:
-            self.clocks.setdefault(frame.worker, count_finished(self.clocks))
-            return
-        self.sequences[frame.worker] = frame.sequence
+        if frame.kind in UNNUMBERED:
+            self._drop_unfinished(frame.worker)
+        else:
+            self.sequences[frame.worker] = frame.sequence
         if frame.kind is FrameKind.PUSH:
             self._add_push(frame)
+            return
+        if frame.kind is FrameKind.JOIN:
+            self.clocks.setdefault(frame.worker, count_finished(self.clocks))
         elif frame.kind is FrameKind.FINISH:
             self.clocks[frame.worker] += 1
         else:
-            del self.clocks[frame.worker]
-        if frame.kind is not FrameKind.PUSH:
-            self._update_finished_steps()
+            self.clocks.pop(frame.worker, None)
+        self._update_finished_steps()
+
+    def _drop_unfinished(self, worker: int) -> None:
+        # Nobody was told that these pushes are safe, and whoever takes the worker's place makes them again.
+        clock = self.clocks.get(worker)
+        self._waiting = [frame for frame in self._waiting if (frame.worker, frame.clock) != (worker, clock)]
 
     def _find_flaw_of_push(self, frame: Frame) -> str:
         if frame.table >= len(self.tables):
             return f"there is no table {frame.table}"
         if frame.values.size != frame.keys.size * self.tables[frame.table].spec.dim:
             return f"{frame.values.size} values for {frame.keys.size} keys"
-        return "" if np.unique(frame.keys).size == frame.keys.size else "a key comes twice in a push"
+        # Workers send keys in ascending order, which is quicker to see than that they are distinct.
+        is_distinct = (frame.keys[1:] > frame.keys[:-1]).all() or np.unique(frame.keys).size == frame.keys.size
+        return "" if is_distinct else "a key comes twice in a push"
 
     def _add_push(self, frame: Frame) -> None:
         table = self.tables[frame.table]
         if self.max_ahead != 0:
-            table.update(frame.keys.copy(), frame.values.reshape(-1, table.spec.dim).copy())
+            table.update(frame.keys, frame.values.reshape(-1, table.spec.dim))
             return
         # The clock is the step's, for a worker may be pushing for the next step before the slowest has ended this one.
         where = (frame.kind, frame.table, frame.worker, frame.sequence, self.clocks[frame.worker])
@@ -123,7 +135,9 @@ class ServerState:
 
 
 def sum_pushes(frames: Sequence[Frame], dim: int) -> tuple[FrameKeys, FrameValues]:
-    """Sum gradients of several pushes, in their order, to (sorted keys, gradients (keys, dim))."""
+    """Sum gradients of several pushes, in their order, to (keys, gradients (keys, dim))."""
+    if len(frames) == 1:
+        return frames[0].keys, frames[0].values.reshape(-1, dim)
     keys = np.unique(np.concatenate([frame.keys for frame in frames]))
     total = np.zeros((len(keys), dim), np.float32)
     for frame in frames:

@@ -79,16 +79,15 @@ class RowTable:
         """Bytes that the rows and candidates take, with what stands ready for more."""
         return self._rows.num_bytes + self._candidates.num_bytes
 
-    def read(self, keys: Keys, out: Floats | None = None) -> Floats:
-        """Read the weights (keys, dim) of any keys, duplicates included; `out` is filled if it is there."""
-        weights = np.empty((len(keys), self.spec.dim), np.float32) if out is None else out
+    def read(self, keys: Keys) -> Floats:
+        """Read the weights (keys, dim) of any keys, duplicates included."""
         numbers = self._rows.find(keys)
         is_new = numbers < 0
-        if is_new.any():
-            weights[is_new] = draw_initial_weights(self.spec, keys[is_new])
-            weights[~is_new] = self._weights[numbers[~is_new]]
-        else:
-            weights[:] = self._weights[numbers]
+        if not is_new.any():
+            return self._weights[numbers]
+        weights = np.empty((len(keys), self.spec.dim), np.float32)
+        weights[is_new] = draw_initial_weights(self.spec, keys[is_new])
+        weights[~is_new] = self._weights[numbers[~is_new]]
         return weights
 
     def read_versions(self, keys: Keys) -> NDArray[np.uint32]:
@@ -101,9 +100,9 @@ class RowTable:
     def update(self, keys: Keys, gradients: Floats) -> None:
         """Make one update of the table with gradients (keys, dim) of distinct keys, then remove what has expired."""
         self.num_updates += 1
-        is_admitted = self._admit(keys)
-        keys, gradients = keys[is_admitted], gradients[is_admitted]
-        numbers = self._rows.find(keys)
+        numbers = self._admit(keys)
+        if (numbers < 0).any():
+            gradients, numbers = gradients[numbers >= 0], numbers[numbers >= 0]
         live = self._rows.live
         block = torch.from_numpy(live["numbers"][numbers])
         num_missed = self.num_updates - 1 - live["last_use"][numbers].astype(np.int64)
@@ -129,17 +128,18 @@ class RowTable:
         weights: Floats = self._rows.live["numbers"][:, : self.spec.dim]
         return weights
 
-    def _admit(self, keys: Keys) -> NDArray[np.bool_]:
-        """Count sightings, begin the rows that are due, and return which of the keys have a row now."""
-        is_absent = self._rows.find(keys) < 0
-        due = keys[is_absent]
+    def _admit(self, keys: Keys) -> NDArray[np.int64]:
+        """Count sightings, begin the rows that are due, and return the row of each key, -1 where there is none."""
+        numbers = self._rows.find(keys)
+        due = keys[numbers < 0]
         if self.spec.num_sightings > 1 and due.size:
             due = self._count_sightings(due)
         if due.size:
-            numbers = self._rows.insert(due)
-            self._weights[numbers] = draw_initial_weights(self.spec, due)
-            self._optimizer.begin(torch.from_numpy(self._rows.live["numbers"])[:, self.spec.dim :], numbers)
-        return ~is_absent | np.isin(keys, due) if is_absent.any() else ~is_absent
+            new = self._rows.insert(due)
+            self._weights[new] = draw_initial_weights(self.spec, due)
+            self._optimizer.begin(torch.from_numpy(self._rows.live["numbers"])[:, self.spec.dim :], new)
+            numbers = self._rows.find(keys)
+        return numbers
 
     def _count_sightings(self, keys: Keys) -> Keys:
         """Note one more sighting of each key; return those that have enough, which are candidates no longer."""

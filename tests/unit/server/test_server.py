@@ -207,7 +207,8 @@ def test_what_is_pulled_ahead_is_what_the_next_step_reads(start):
 
 
 @pytest.mark.parametrize("max_ahead", [0, 2])
-def test_a_worker_waits_for_the_slowest_and_no_longer_for_one_that_left(start, max_ahead):
+@pytest.mark.parametrize("end", ["leaves", "is expelled"])
+def test_a_worker_waits_for_the_slowest_and_no_longer_for_one_that_is_gone(start, max_ahead, end):
     servers = start(max_ahead=max_ahead)
     fast, slow = servers.connect(0), servers.connect(1)
     for step in range(max_ahead + 1):
@@ -217,9 +218,15 @@ def test_a_worker_waits_for_the_slowest_and_no_longer_for_one_that_left(start, m
     waits = fast._reader.submit(fast._read, 0, "ids", KEYS, fast.clock)
     time.sleep(0.2)
     assert not waits.done()
-    slow.leave()
+    slow.leave() if end == "leaves" else fast.expel(1)
     assert np.allclose(waits.result(20), sum_steps(1, max_ahead + 1), atol=1e-5)
     fast.close()
+    if end == "is expelled":
+        servers.drop_connections()
+        slow.push("ids", KEYS[:1], np.ones((1, 8), np.float32))
+        with pytest.raises(RetryableError, match="refused"):
+            slow.finish_step()
+        slow.close()
 
 
 def test_asynchronous_workers_wait_for_nobody_and_lose_nothing(start):
