@@ -25,6 +25,9 @@ DELETED = -2
 MAX_LOAD = 0.8
 """Share of slots that may be used, deleted ones included; double hashing needs five looks for an absent key then."""
 
+REBUILD_ROWS = 65_536
+"""Rows that are put into a new index at a time."""
+
 LOAD_TO_GROW = 0.7
 """Share of slots with live rows above which a full index is doubled; below, it is only cleared of deleted slots."""
 
@@ -143,7 +146,9 @@ class RowStore:
             size *= 2
         self._slots = np.full(size, EMPTY, np.int32)
         self._num_used_slots = 0
-        self._fill_slots(self.live["key"].copy(), np.arange(self._num_rows))
+        for start in range(0, self._num_rows, REBUILD_ROWS):  # the arrays between would else be as large as the index
+            keys = self.live["key"][start : start + REBUILD_ROWS].copy()
+            self._fill_slots(keys, np.arange(start, start + len(keys)))
 
     def _reserve(self, num_rows: int) -> None:
         if num_rows <= len(self._rows):
