@@ -41,14 +41,16 @@ class FrameLog:
     def sync(self, position: int) -> None:
         """Wait until everything up to a position is on disk."""
         with self._lock:
-            if self._num_synced_bytes < position:
+            # One that was closed by a snapshot has nothing left to save.
+            if self._num_synced_bytes < position and not self._file.closed:
                 num_bytes = self.num_bytes  # read before the sync: what comes meanwhile may not be in it
                 os.fdatasync(self._file.fileno())
                 self._num_synced_bytes = num_bytes
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
 
 def replay(path: Path) -> Iterator[Frame]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kftrain.core import storage
 from kftrain.core.frames import MAX_BODY_BYTES, Frame, FrameKind, FrameSocket
-from kftrain.errors import ConfigError, LostPeerError
+from kftrain.errors import CheckpointError, ConfigError, LostPeerError
 from kftrain.server.clock import may_begin
 from kftrain.server.log import FrameLog, replay
 from kftrain.server.state import RECORDED, ServerState
@@ -22,8 +23,8 @@ class Server:
     """Serves a state to everyone who knows the secret.
 
     Args:
-        state: A new state, or one that has loaded a snapshot.
-        folder: Where the log lies; its frames are applied to the state first.
+        state: A new state; the last snapshot and the log behind it are loaded into it first.
+        folder: Where snapshots and log lie.
         secret: What all processes of the run know.
         host: The address to listen on.
         port: The port; 0 picks a free one.
@@ -33,19 +34,19 @@ class Server:
         self._state = state
         self._folder = folder
         self._secret = secret
-        for frame in replay(self._log_path):
+        number = max(list_snapshots(folder), default=None)
+        if number is not None:
+            state.load_snapshot(folder / f"snapshot-{number}")
+        log_path = folder / f"frames-{number}.log"
+        for frame in replay(log_path):
             state.apply(frame)
-        self._log = FrameLog(self._log_path)
+        self._log = FrameLog(log_path)
         self._changed = threading.Condition()
         self._is_stopped = False
         self._sockets: set[FrameSocket] = set()
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server((host, port))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-
-    @property
-    def _log_path(self) -> Path:
-        return self._folder / "frames.log"
 
     def start(self) -> None:
         """Begin to answer, in threads."""
@@ -145,7 +146,12 @@ class Server:
 
     def _write_snapshot(self, frame: Frame) -> Frame:
         with self._changed:
-            self._state.write_snapshot(self._folder / f"snapshot-{frame.clock}")
+            if not self._state.is_between_steps:
+                return self._refuse(frame, "a step is not over")
+            if frame.clock not in list_snapshots(self._folder):  # it may be asked for again after a lost connection
+                self._state.write_snapshot(self._folder / f"snapshot-{frame.clock}")
+                log, self._log = self._log, FrameLog(self._folder / f"frames-{frame.clock}.log")
+                log.close()
         return Frame(FrameKind.POSITION, clock=frame.clock)
 
     def _describe_position(self, worker: int) -> Frame:
@@ -155,3 +161,22 @@ class Server:
     def _refuse(self, frame: Frame, flaw: str) -> Frame:
         logger.error("refused a %s of worker %d: %s", frame.kind.name, frame.worker, flaw)
         return Frame(FrameKind.REFUSAL, worker=frame.worker, keys=np.empty(0, np.int64))
+
+
+def list_snapshots(folder: Path) -> list[int]:
+    """List the numbers of a server's snapshots."""
+    return sorted(int(path.name.removeprefix("snapshot-")) for path in folder.glob("snapshot-*"))
+
+
+def rewind(folder: Path, number: int) -> None:
+    """Forget what came after a snapshot: the run goes back to the checkpoint of that number. No server may be running.
+
+    Raises CheckpointError if there is no such snapshot; nothing is forgotten then.
+    """
+    if number not in list_snapshots(folder):
+        raise CheckpointError("the server has no snapshot of this checkpoint", where=str(folder), value=number)
+    for later in list_snapshots(folder):
+        if later > number:
+            storage.remove(str(folder / f"snapshot-{later}"))
+    for path in folder.glob("frames-*.log"):
+        path.unlink()

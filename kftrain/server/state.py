@@ -111,9 +111,14 @@ class ServerState:
             table = self.tables[number]
             table.update(*sum_pushes(frames, table.spec.dim))
 
+    @property
+    def is_between_steps(self) -> bool:
+        """True if no gradients wait for the end of a step."""
+        return not self._waiting
+
     def write_snapshot(self, folder: Path) -> None:
         """Write everything into a new folder, which exists only when it is whole."""
-        assert not self._waiting, "a snapshot in the middle of a step"
+        assert self.is_between_steps, "a snapshot in the middle of a step"
         with storage.new_folder(str(folder)) as new:
             for number, table in enumerate(self.tables):
                 for name, rows in table.snapshot().items():

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from kftrain.core.frames import Frame, FrameKind
-from kftrain.errors import ConfigError, RetryableError
+from kftrain.errors import CheckpointError, ConfigError, RetryableError
 from kftrain.models.sparse_embedding import SparseEmbedding, attach_tables, push_sparse_gradients
 from kftrain.remote_parameters.client import RemoteTables
 from kftrain.remote_parameters.link import ServerAddress
 from kftrain.server.log import FrameLog, replay
 from kftrain.server.optimizers import RowAdagrad, RowAdam, RowSgd
-from kftrain.server.server import Server
+from kftrain.server.server import Server, rewind
 from kftrain.server.state import ServerState
 from kftrain.server.table import RowTable, TableSpec, draw_initial_weights
 
@@ -41,22 +41,21 @@ class Servers:
         self.servers = [self._start(number) for number in range(count)]
         self.addresses = [ServerAddress(f"s{number}", *one.address) for number, one in enumerate(self.servers)]
 
-    def _start(self, number, port=0, snapshot=None):
+    def _start(self, number, port=0):
         folder = self._folder / f"s{number}"
         folder.mkdir(exist_ok=True)
         state = ServerState([RowTable(SPEC, self._optimizer, self._folder)], self._max_ahead)
-        if snapshot:
-            state.load_snapshot(folder / snapshot)
         server = Server(state, folder, SECRET, port=port)
         server.start()
         return server
 
     def restart(self, snapshot=None):
+        """Again as they were, or as they were at a snapshot."""
         for number, server in enumerate(self.servers):
             server.stop()
             if snapshot:
-                (self._folder / f"s{number}" / "frames.log").unlink()
-            self.servers[number] = self._start(number, server.address[1], snapshot)
+                rewind(self._folder / f"s{number}", snapshot)
+            self.servers[number] = self._start(number, server.address[1])
 
     def drop_connections(self):
         for server in self.servers:
@@ -262,24 +261,37 @@ def test_every_update_is_in_the_table_once_whatever_breaks(start, disturbance):
         client.close()
 
 
-def test_a_snapshot_is_one_cut(start):
+def test_a_snapshot_is_one_cut_and_begins_a_log(start, tmp_path):
     servers = start(RowAdagrad(0.1), count=2)
     tables = servers.connect()
     weights = []
     for step in range(9):
         weights.append(tables.pull("ids", KEYS))
-        if step == 4:
-            tables.request_snapshot(4)
+        if step in (4, 7):
+            tables.request_snapshot(step)
+        if step in (5, 7):
+            servers.restart()
         tables.push("ids", *draw_gradient(0, step))
         tables.finish_step()
     tables.close()
-    servers.restart("snapshot-4")
+    servers.restart(4)
+    assert [len(list(tmp_path.glob(f"s0/{kind}-*"))) for kind in ("snapshot", "frames")] == [1, 1]
     tables = servers.connect()
     assert tables.clock == 4
     for step in range(4, 9):
         assert np.array_equal(tables.pull("ids", KEYS), weights[step])
         tables.push("ids", *draw_gradient(0, step))
         tables.finish_step()
+    tables.close()
+    with pytest.raises(CheckpointError, match="no snapshot"):
+        rewind(tmp_path / "s0", 5)
+
+
+def test_a_snapshot_in_the_middle_of_a_step_is_refused(start):
+    tables = start().connect()
+    tables.push("ids", *draw_gradient(0, 0))
+    with pytest.raises(RetryableError, match="refused"):
+        tables.request_snapshot(1)
     tables.close()
 
 
