@@ -116,6 +116,13 @@ MUTANTS = [
         "tests/distributed/test_parity_compression.py -k 'loop and int8 and ddp and 2'",
     ),
     Mutant(
+        "a process keeps of a matrix what it differs from the sum of all",
+        "kftrain/parallel/compression/low_rank.py",
+        "alpha=1 / self._group.size())",
+        "alpha=1)",
+        "tests/distributed/test_parity_compression.py -k 'all_gradients and powersgd and ddp and not three'",
+    ),
+    Mutant(
         "the noise scale takes one process's gradient for the mean of all",
         "kftrain/train/noise_scale.py",
         "            dist.all_reduce(self._part)\n",
@@ -1640,6 +1647,13 @@ MUTANTS = [
         "folder, resume, keep=config is None)",
         "folder, resume, keep=False)",
         "tests/unit/core/test_python_api.py -k starts_where",
+    ),
+    Mutant(
+        "a commit of a script has the files of the first node alone",
+        "kftrain/train/script_session.py",
+        "for node in range(self._num_nodes):",
+        "for node in range(1):",
+        "tests/distributed/test_foreign_backends.py -k run_pods",
     ),
     Mutant(
         "the targets of the example are not normalised",

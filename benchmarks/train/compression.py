@@ -15,20 +15,16 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
-import torch
-from processes import sent, tokens
+from processes import SETTLING_ROUNDS, Clock, build_engine, measure_as, sent, tokens
 
 from kftrain import config
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.world import World, join_world
+from kftrain.parallel.world import World
 from kftrain.tasks import build_task
-from kftrain.train import session
 
 RATE = "100mbit"
 NAMES = tuple(f"kftrain-{os.getpid()}-{number}" for number in range(2))
@@ -44,7 +40,6 @@ optimizer: {kind: sgd}
 parallel: {strategy: ddp}
 """
 KINDS = ("fp32", "int8", "topk")
-SETTLING_ROUNDS = 2
 
 
 def run(*command: str) -> None:
@@ -73,40 +68,25 @@ def linked_networks() -> Iterator[None]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def measure(world: World, rounds: int) -> dict[str, float]:
+def measure(world: World, arguments: argparse.Namespace) -> dict[str, float]:
     """Figures of all kinds; see above."""
-    engines, seconds = {}, dict[str, list[float]]()
+    engines, clock = {}, Clock(world)
     task = build_task(config.parse(TEXT).task)
     batch = sent(task, tokens(world.rank, 1, LENGTH))
-    reads: Any = argparse.Namespace(steps=lambda first, count: (each for each in [batch]), send_nothing=lambda: None)
     for kind in KINDS:
         settings = [] if kind == "fp32" else [f"parallel.compression.kind={kind}"]
         resolved = config.parse(TEXT, settings)
-        engines[kind], _ = session.build(resolved, task, reads, Mesh(resolved.parallel.shape(world.size), world))
-    for _ in range(rounds + SETTLING_ROUNDS):
+        engines[kind] = build_engine(resolved, task, batch, Mesh(resolved.parallel.shape(world.size), world))
+    for _ in range(arguments.rounds + SETTLING_ROUNDS):
         for kind, engine in engines.items():
-            world.barrier()
-            start = time.perf_counter()
+            start = clock.begin()
             engine.set_learning_rate(1e-3)
             engine.step(batch, world.size * batch.num_terms, world.sum)
-            world.barrier()
-            seconds.setdefault(kind, []).append(time.perf_counter() - start)
-    counted = {kind: np.array(each[SETTLING_ROUNDS:]) for kind, each in seconds.items()}
+            clock.end(kind, start)
+    counted = {kind: np.array(each[SETTLING_ROUNDS:]) for kind, each in clock.seconds.items()}
     ratios = {kind: statistics.median(each / counted["fp32"]) for kind, each in counted.items()}
     size = sum(parameter.numel() for parameter in engines["fp32"].model.parameters())
     return {**ratios, "fp32": statistics.median(counted["fp32"]), "parameters": size}
-
-
-def worker(rank: int, rounds: int) -> None:
-    """Take the steps of one process, whose network this process is in."""
-    names = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": ADDRESSES[0]}
-    names |= {"MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0"}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    torch.set_num_threads(1)
-    with join_world(600.0) as world:
-        found = measure(world, rounds)
-        if world.is_main:
-            print(json.dumps(found), flush=True)
 
 
 def main() -> None:
@@ -115,7 +95,8 @@ def main() -> None:
     parser.add_argument("--worker", type=int, help="used by this script itself")
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        worker(arguments.worker, arguments.rounds)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # of the network that this process is in
+        measure_as(arguments.worker, 2, ADDRESSES[0], PORT, measure, arguments)
         return
     try:
         with linked_networks():

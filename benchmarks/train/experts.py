@@ -12,22 +12,16 @@ for each other, on the wall. Last line: `dense` -> seconds of a turn, `experts` 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import statistics
 import time
 from typing import Any
 
-import torch
-import torch.multiprocessing
-from processes import LENGTH, SETTLING_ROUNDS, sent, tokens
+from processes import LENGTH, SETTLING_ROUNDS, Clock, build_engine, measure_on_processes, sent, tokens
 
 from kftrain import config
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.world import World, join_world
+from kftrain.parallel.world import World
 from kftrain.tasks import build_task
-from kftrain.train import session
 
 TEXT = """
 task: {kind: "processes:Tokens", sequence_length: 128}
@@ -37,8 +31,7 @@ model: {num_layers: 4, num_heads: 8}
 
 def measure(world: World, arguments: argparse.Namespace) -> dict[str, float]:
     """Seconds of a dense step, and what one of the mixture takes of that."""
-    dim, seconds = arguments.dim, dict[str, list[float]]()
-    read_clock = time.process_time if world.size == 1 else time.perf_counter
+    dim, clock = arguments.dim, Clock(world, time.process_time if world.size == 1 else time.perf_counter)
     options = ["kind=mixture_of_experts", "num_experts=8", "experts_per_token=2", f"expert_dim={dim}"]
     options += ["qk_norm=false"]
     models = {
@@ -50,31 +43,16 @@ def measure(world: World, arguments: argparse.Namespace) -> dict[str, float]:
         resolved = config.parse(TEXT, overrides)
         task, mesh = build_task(resolved.task), Mesh(resolved.parallel.shape(world.size), world)
         batch = sent(task, tokens(mesh.data_rank, arguments.tokens // LENGTH))
-        reads: Any = argparse.Namespace(
-            steps=lambda *_, batch=batch: (each for each in [batch]), send_nothing=lambda: None
-        )
-        engines[name] = session.build(resolved, task, reads, mesh)[0]
+        engines[name] = build_engine(resolved, task, batch, mesh)
         engines[name].set_learning_rate(1e-4)
     for _ in range(arguments.rounds + SETTLING_ROUNDS):
         for name, engine in engines.items():
-            world.barrier()
-            start = read_clock()
+            start = clock.begin()
             engine.step(batch, arguments.tokens * world.size, world.sum)
-            world.barrier()
-            seconds.setdefault(name, []).append(read_clock() - start)
-    dense, experts = (seconds[name][SETTLING_ROUNDS:] for name in models)
+            clock.end(name, start)
+    dense, experts = (clock.seconds[name][SETTLING_ROUNDS:] for name in models)
     ratios = [ours / theirs for ours, theirs in zip(experts, dense, strict=True)]
     return {"dense": statistics.median(dense), "experts": statistics.median(ratios)}
-
-
-def _process(rank: int, size: int, port: int, arguments: argparse.Namespace) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    torch.set_num_threads(1)
-    with join_world(600.0) as world:
-        found = measure(world, arguments)
-        if world.is_main:
-            print(json.dumps(found), flush=True)
 
 
 def main() -> None:
@@ -83,10 +61,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=4096, help="of a process and step")
-    arguments = parser.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(_process, (arguments.processes, port, arguments), arguments.processes)  # type: ignore[no-untyped-call]
+    measure_on_processes(measure, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -76,17 +76,18 @@ class Tokens(LanguageModeling):
 class Clock:
     """Times of the contenders; all processes begin and end each turn together."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, read: Callable[[], float] = time.perf_counter) -> None:
         self._world = world
+        self._read = read
         self.seconds: dict[str, list[float]] = {}
 
     def begin(self) -> float:
         self._world.barrier()
-        return time.perf_counter()
+        return self._read()
 
     def end(self, contender: str, start: float) -> None:
         self._world.barrier()
-        self.seconds.setdefault(contender, []).append(time.perf_counter() - start)
+        self.seconds.setdefault(contender, []).append(self._read() - start)
 
     def figures(self) -> dict[str, float]:
         """Median seconds of one of our turns; of each other contender the median of its turns over ours beside them."""
@@ -153,8 +154,15 @@ def tokens(seed: int, num_rows: int, length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, NUM_TOKENS, size=(num_rows, length + 1)).astype(np.uint16)
 
 
-def measure(world: World, kind: str, num_layers: int, rounds: int, free: bool) -> dict[str, float]:
+def build_engine(resolved: config.Config, task: Any, batch: StepBatch, mesh: Mesh) -> Any:
+    """Our engine, where all that is read is one batch."""
+    reads: Any = argparse.Namespace(steps=lambda first, count: (each for each in [batch]), send_nothing=lambda: None)
+    return session.build(resolved, task, reads, mesh)[0]
+
+
+def measure(world: World, arguments: argparse.Namespace) -> dict[str, float]:
     """See `Clock.figures`."""
+    kind, num_layers, rounds = arguments.kind, arguments.layers, arguments.rounds
     settings = [
         f"model.num_layers={num_layers}",
         STRATEGIES[kind],
@@ -170,14 +178,13 @@ def measure(world: World, kind: str, num_layers: int, rounds: int, free: bool) -
     rows = tokens(mesh.data_rank, num_rows, length)
     batch = sent(task, rows, num_micro_batches)
     clock = Clock(world)
-    reads: Any = argparse.Namespace(steps=lambda first, count: (each for each in [batch]), send_nothing=lambda: None)
-    engine, _ = session.build(resolved, task, reads, mesh)
+    engine = build_engine(resolved, task, batch, mesh)
     if kind == "evaluation":
         return evaluated(engine, task, clock, rounds)
     model = new_model(task, num_layers)
     inputs, targets = (torch.from_numpy(part.astype(np.int64)) for part in (rows[:, :-1], rows[:, 1:]))
     contenders = {"bare": bare_step(kind, copy.deepcopy(model))}
-    if free:
+    if arguments.free:
         contenders["free"] = bare_step("free", model)
     others = {name: (lambda step=step: step(inputs, targets)) for name, step in contenders.items()}
     recorder, liveness = Recorder([], None, resolved.train.steps), Liveness(lambda: None, 600.0)
@@ -240,14 +247,26 @@ def bare_forward(model: torch.nn.Module, task: Any, batches: list[np.ndarray]) -
     return total
 
 
-def _process(rank: int, size: int, port: int, arguments: argparse.Namespace) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+Measure = Callable[[World, argparse.Namespace], dict[str, float]]
+
+
+def measure_as(rank: int, size: int, address: str, port: int, measure: Measure, arguments: argparse.Namespace) -> None:
+    """Measure as one of several processes, of which the first prints the figures."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": address, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     with join_world(600.0) as world:
-        found = measure(world, arguments.kind, arguments.layers, arguments.rounds, arguments.free)
+        figures = measure(world, arguments)
         if world.is_main:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(figures), flush=True)
+
+
+def measure_on_processes(measure: Measure, arguments: argparse.Namespace) -> None:
+    """Measure on `arguments.processes` processes of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    options = (arguments.processes, "127.0.0.1", port, measure, arguments)
+    torch.multiprocessing.spawn(measure_as, options, arguments.processes)  # type: ignore[no-untyped-call]
 
 
 def main() -> None:
@@ -257,10 +276,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--layers", type=int, default=12, help="fewer for a look")
     parser.add_argument("--free", action="store_true")
-    arguments = parser.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(_process, (arguments.processes, port, arguments), arguments.processes)  # type: ignore[no-untyped-call]
+    measure_on_processes(measure, parser.parse_args())
 
 
 if __name__ == "__main__":

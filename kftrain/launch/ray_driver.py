@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -53,13 +54,17 @@ class Node:
         """Run a worker; yield the lines that it prints, and its exit code at last. It dies with this actor."""
         # Whatever Ray tells its own processes is not meant for the worker's.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        variables = {**inherited, **environment}
+        program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+        # Bound from its first instruction: an actor that is killed while Python starts leaves nothing either.
+        bound = [program, "-m", "kftrain.process.parent_death", str(os.getpid()), program, *command[1:]]
         with self._lock:
             if self._is_stopped:
                 yield STOPPED_CODE
                 return
             self._process = subprocess.Popen(
-                command,
-                env={**inherited, **environment},
+                bound,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

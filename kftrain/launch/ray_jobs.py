@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import http
 import http.client
 import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kftrain.core import storage
-from kftrain.core.progress import PREFIX, STEP, to_log
+from kftrain.core.progress import PREFIX, STEP
 from kftrain.errors import LaunchError
+from kftrain.launch.scheduler import ScheduledJob, SchedulerAwayError
 from kftrain.run.job_tasks import JOB_TASKS
-from kftrain.run.paths import RunPaths
 
 REQUEST_SECONDS = 30.0
 
@@ -30,43 +28,20 @@ ENDED = frozenset(("STOPPED", "SUCCEEDED", "FAILED"))
 """Ray's words for jobs of which no process is left."""
 
 
-class RayAwayError(LaunchError):
-    """Ray's dashboard cannot be reached or is not well: it may be in a moment, and jobs go on meanwhile."""
-
-
 @dataclass(frozen=True)
-class RayJob:
-    """A job of kftrain as Ray lists it."""
+class RayJob(ScheduledJob):
+    """A job of kftrain as Ray lists it; its id is Ray's submission id."""
 
-    name: str
-    """Ray's submission id."""
-    state: str
-    """Ray's word for it, such as `PENDING`."""
-    message: str
-    """Ray's words about the state."""
+    ended_states = ENDED
+    cancelled_state = "STOPPED"
+
     exit_code: int | None
     """Exit code of its driver; None while there is none, and of a driver that was stopped."""
-    submitted_at: float
-    """Seconds since the epoch."""
-    run_uri: str
-    task: str
-    digest: str
-    """Digest of the configuration that the job was started for."""
-    num_nodes: int
-
-    @property
-    def has_ended(self) -> bool:
-        """True if none of its processes is left."""
-        return self.state in ENDED
 
     @property
     def number(self) -> int:
-        """Number of the job among those of its task and run, from 1: the end of its name."""
-        return int(self.name.rpartition("-")[2])
-
-    def belongs_to(self, run: str) -> bool:
-        """Tell whether it works on a run, named by its folder or its id."""
-        return self.run_uri == storage.absolute(run) if "/" in run else RunPaths(self.run_uri).run_id == run
+        """Number of the job among those of its task and run, from 1: the end of its id."""
+        return int(self.job_id.rpartition("-")[2])
 
 
 def parse_job(document: dict[str, Any]) -> RayJob | None:
@@ -77,9 +52,9 @@ def parse_job(document: dict[str, Any]) -> RayJob | None:
         if metadata["kftrain"] != "1" or not (run_uri.isprintable() and task in JOB_TASKS):
             return None
         return RayJob(
-            name=str(name),
+            job_id=str(name),
             state=str(document["status"]),
-            message=" ".join(str(document["message"] or "").split()),
+            reason=" ".join(str(document["message"] or "").split()),
             exit_code=document.get("driver_exit_code"),
             submitted_at=float(document["start_time"] or 0) / 1000,
             run_uri=run_uri,
@@ -117,7 +92,7 @@ def read_job_standing(text: str) -> JobStanding:
 
 
 class RayCluster:
-    """The job API of a cluster at an address. Every method raises RayAwayError, or LaunchError with Ray's words."""
+    """The job API of a cluster at an address. Its methods raise SchedulerAwayError, or LaunchError in Ray's words."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -137,13 +112,13 @@ class RayCluster:
 
     def stop(self, job: RayJob) -> None:
         """Send SIGTERM to a job's driver; SIGKILL follows when RAY_JOB_STOP_WAIT_TIME_S of its environment is over."""
-        self._ask("POST", f"api/jobs/{job.name}/stop")
+        self._ask("POST", f"api/jobs/{job.job_id}/stop")
 
     def read_output(self, job: RayJob) -> str:
-        """Return all that a job's driver has printed; empty where it has not begun."""
-        return str(self._ask("GET", f"api/jobs/{job.name}/logs")["logs"] or "")
+        """Return all that a job's driver has printed; empty where it has not begun, and where Ray has forgotten it."""
+        return str(self._ask("GET", f"api/jobs/{job.job_id}/logs", if_absent={}).get("logs") or "")
 
-    def _ask(self, method: str, path: str, content: dict[str, Any] | None = None) -> Any:
+    def _ask(self, method: str, path: str, content: dict[str, Any] | None = None, if_absent: Any = None) -> Any:
         request = urllib.request.Request(
             f"{self.address}/{path}",
             None if content is None else json.dumps(content).encode(),
@@ -154,22 +129,15 @@ class RayCluster:
             with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
+            if error.code == http.HTTPStatus.NOT_FOUND and if_absent is not None:
+                return if_absent
             lines = error.read().decode(errors="replace").strip().splitlines() or [f"HTTP status {error.code}"]
-            kind = RayAwayError if error.code >= 500 else LaunchError
+            kind = SchedulerAwayError if error.code >= 500 else LaunchError
             raise kind(re.sub(r"^(\w+\.)*\w+Error: ", "", lines[-1]), where=f"Ray at {self.address}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise RayAwayError(
+            raise SchedulerAwayError(
                 f"Ray's dashboard does not answer: {error}",
                 where="launch.ray.address",
                 value=self.address,
                 fix="see that the cluster runs, and that this machine reaches it",
             ) from None
-
-
-@contextlib.contextmanager
-def ride_out_absence() -> Iterator[None]:
-    """Run a block in which the dashboard may be away: that is a warning, as jobs go on without it."""
-    try:
-        yield
-    except RayAwayError as error:
-        to_log(f"warning: {error.line}")

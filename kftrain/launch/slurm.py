@@ -6,33 +6,22 @@ there or not. A launcher that is killed leaves the job: the next one of the same
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-
-import jinja2
 
 from kftrain.config import Config
 from kftrain.core import storage
-from kftrain.core.progress import to_log
-from kftrain.errors import FIRST_RETRYABLE_CODE, FailureClass, LaunchError, OtherJobError, Preempted, RetryableError
-from kftrain.launch import slurm_queue
+from kftrain.errors import LaunchError, Preempted, RetryableError
+from kftrain.launch import scheduler, slurm_queue, slurm_script
 from kftrain.launch.base import JobStatus, Request
-from kftrain.launch.local import remove_temporary_files
+from kftrain.launch.scheduler import SchedulerLauncher
 from kftrain.launch.slurm_queue import LogLines, SlurmJob
 from kftrain.launch.spec import JobSpec
-from kftrain.process.signals import INTERRUPT, STOP, handle_signals
 from kftrain.run import commit
 from kftrain.run.best_effort import best_effort
-from kftrain.run.error import read_error
 from kftrain.run.job_tasks import find_job_task
 from kftrain.run.paths import RunPaths
-
-UNKNOWN_SECONDS = 60.0
-"""Seconds for which Slurm may not know a job that it was given, while its files do not say how it ended."""
 
 CODES = {
     "COMPLETED": 0,
@@ -44,17 +33,25 @@ CODES = {
 STATES = {"PENDING": "Queued", "COMPLETING": "Committing"}
 
 
-class SlurmLauncher:
+class SlurmLauncher(SchedulerLauncher[SlurmJob]):
     """Runs the jobs of a run on the cluster whose commands this machine has, as the user of this process."""
 
-    def __init__(self, config: Config) -> None:
-        self.interrupted = False
-        self._config = config
+    scheduler_name = "Slurm"
+    forget_seconds = 60.0
 
     def check(self) -> None:
         """Raise LaunchError if no such jobs can be started from here: see `Launcher.check`."""
         slurm_queue.require_commands()
-        _require_shared_folder(self._config.run.storage_root)
+        slurm_script.require_shared_folder(self._config.run.storage_root)
+        if self._config.launch.slurm.container == "pyxis" and "--container-image" not in slurm_queue.ask_slurm(
+            ["srun", "--help"]
+        ):
+            raise LaunchError(
+                "srun of this cluster has no pyxis",
+                where="launch.slurm.container",
+                value="pyxis",
+                fix="its administrator installs https://github.com/NVIDIA/pyxis; or use apptainer",
+            )
         if "proctrack/linuxproc" in slurm_queue.ask_slurm(["scontrol", "show", "config"]):
             raise LaunchError(
                 "this cluster signals every process of a job, so that workers could not commit",
@@ -65,81 +62,40 @@ class SlurmLauncher:
 
     def build(self, spec: JobSpec) -> Request:
         """Build the command line of sbatch and the script that it reads: see `Launcher.build`."""
-        if spec.others:
-            raise LaunchError(
-                "the slurm backend has workers alone",
-                where="launch.backend",
-                value=", ".join(role.name for role in spec.others),
-                fix="launch it with a backend that runs all of them: launch.backend=local",
-            )
-        _require_shared_folder(spec.run_uri)
-        command, script = self._build_command(spec), self._build_script(spec)
-        end = f"END_{storage.sha256_text(script)[:16]}"  # which the script cannot have as a line
-        text = f"{shlex.join(command)} <<'{end}'\n{script}{end}\n"
-        return Request({"command": command, "script": script}, text)
-
-    def prepare(self, spec: JobSpec) -> None:
-        """Prepare nothing: a job that waits would hold its nodes."""
-
-    def close(self) -> None:
-        """Do nothing: no process is kept for another attempt."""
+        self._require_workers_alone(spec)
+        return slurm_script.build_request(spec, self._config)
 
     def run(self, spec: JobSpec) -> int:
-        """Submit or adopt a job, show its output, and return its exit code: see `Launcher.run`."""
-        request, folder = self.build(spec), _make_folder(spec.run_uri)
-        lock = slurm_queue.hold_job(folder / f"{spec.task}.launcher", spec.run_uri)
-        with handle_signals((INTERRUPT, *STOP), self._on_signal), lock:
-            job = self._submit_or_adopt(spec, request)
-            if job is None:
-                return Preempted.exit_code
-            to_log(f"job {job.job_id} of Slurm: {spec.size}")
-            return self._follow(job, spec)
-
-    def clean(self, paths: RunPaths, job_id: str) -> list[str]:
-        """Cancel the run's jobs of this user, and remove its temporary files: see `Launcher.clean`."""
-        jobs = [
-            job for job in slurm_queue.list_jobs(mine=True) if slurm_queue.belongs(job, paths.uri) and not job.has_ended
-        ]
-        return [*self._end(jobs), *remove_temporary_files(paths)]
-
-    def describe(self, run: str) -> list[JobStatus]:
-        """Return the status of the run's jobs, whoever has started them: see `Jobs.describe`."""
-        return [
-            _make_status(job)
-            for job in slurm_queue.list_jobs()
-            if not job.has_ended and (not run or slurm_queue.belongs(job, run))
-        ]
-
-    def cancel(self, run: str) -> list[str]:
-        """End the run's jobs after a commit, and wait until they are gone: see `Jobs.cancel`."""
-        return self._end(slurm_queue.find_active_jobs(run))
+        """Run a job as the only launcher of it: see `Launcher.run`."""
+        slurm_script.require_shared_folder(spec.run_uri)
+        with slurm_queue.hold_job(_make_folder(spec.run_uri) / f"{spec.task}.launcher", spec.run_uri):
+            return super().run(spec)
 
     def suspend(self, run: str) -> list[str]:
         """Requeue the run's jobs after a commit, and hold them: see `Jobs.suspend`."""
-        return slurm_queue.signal_until(
-            slurm_queue.find_active_jobs(run), "USR2", ["scontrol", "hold"], lambda job: job.is_held
+        return self._tell_until(
+            self._require_active(run),
+            lambda job: slurm_queue.tell_job(job, "USR2", ["scontrol", "hold"]),
+            lambda job: job.is_held,
         )
 
     def unsuspend(self, run: str) -> list[str]:
         """Release the held jobs of the run: see `Jobs.unsuspend`."""
-        jobs = [job for job in slurm_queue.find_active_jobs(run) if job.is_held]
+        jobs = [job for job in self._require_active(run) if job.is_held]
         for job in jobs:
             slurm_queue.ask_slurm(["scontrol", "release", job.job_id])
-        return [slurm_queue.format_name(job) for job in jobs]
+        return [job.title for job in jobs]
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write what the last job has printed on all its nodes, in all its restarts: see `Jobs.logs`."""
         uri = storage.absolute(run)
-        folder = _make_folder_path(uri)
+        folder = slurm_script.make_folder_path(uri)
         output: LogLines | None = None
         while True:
             # Before the look at the files: what is printed last is read, too. A launcher may begin another attempt.
             is_there = follow and (
                 slurm_queue.is_held(folder / f"{task}.launcher")
-                or any(
-                    slurm_queue.belongs(job, uri) and job.task == task and not job.has_ended
-                    for job in slurm_queue.list_jobs()
-                )
+                or any(job.task == task for job in self._list_active(uri))
             )
             files = sorted(folder.glob(f"{task}-*.log"), key=lambda path: int(path.stem.rpartition("-")[2]))
             if not files:
@@ -152,121 +108,51 @@ class SlurmLauncher:
                 write(line)
             if not is_there:
                 return
-            time.sleep(slurm_queue.POLL_SECONDS)
+            time.sleep(scheduler.POLL_SECONDS)
 
-    def _build_command(self, spec: JobSpec) -> list[str]:
-        settings, workers = self._config.launch.slurm, spec.workers
-        texts = {
-            "--partition": settings.partition,
-            "--account": settings.account,
-            "--constraint": settings.constraint,
-            "--reservation": settings.reservation,
-            "--cpus-per-task": settings.cpus_per_node,
-            "--gpus-per-node": settings.gpus_per_node,
-            "--time": settings.time_limit_minutes,
-        }
-        return [
-            *("sbatch", "--parsable", f"--job-name={RunPaths(spec.run_uri).run_id}-{spec.task}"),
-            f"--comment={slurm_queue.make_comment(spec.run_uri, spec.task, spec.config_digest)}",
-            # Relative to the folder: Slurm would replace a % in its path.
-            *(f"--chdir={_make_folder_path(spec.run_uri)}", f"--output={spec.task}-%j.log", "--open-mode=append"),
-            *(f"--nodes={workers.replicas}", "--ntasks-per-node=1", "--requeue"),
-            f"--signal=B:TERM@{settings.commit_seconds}",
-            *(f"{option}={value}" for option, value in texts.items() if value),
-            *(("--exclusive",) if settings.exclusive else ()),
-        ]
+    def _list_jobs(self, mine: bool = False) -> list[SlurmJob]:
+        return slurm_queue.list_jobs(mine)
 
-    def _build_script(self, spec: JobSpec) -> str:
-        text = (Path(__file__).parent / "templates" / "slurm.sh.jinja").read_text()
-        template = jinja2.Template(text, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-        python = self._config.launch.slurm.python or sys.executable
-        script: str = template.render(
-            environment=[(name, shlex.quote(value)) for name, value in sorted(spec.environment.items())],
-            command=shlex.join([python, "-m", "kftrain", *spec.workers.arguments]),
-            task=spec.task,
-        )
-        return script
+    def _submit(self, spec: JobSpec, jobs: list[SlurmJob]) -> str:
+        request = self.build(spec)
+        return slurm_queue.ask_slurm(request.content["command"], request.content["script"]).strip().split(";")[0]
 
-    def _submit_or_adopt(self, spec: JobSpec, request: Request) -> SlurmJob | None:
-        """Return the job of this user for the task, new or not; None where this process was told to stop before.
+    def _tell_to_end(self, job: SlurmJob) -> None:
+        slurm_queue.tell_job(job, "USR1", ["scancel", "--state=PENDING"])
 
-        Raises OtherJobError where a job with another configuration is at work on the run.
-        """
-        job_id = ""
-        while not self.interrupted or job_id:
-            with slurm_queue.tolerate_absence():
-                jobs = [
-                    job
-                    for job in slurm_queue.list_jobs(mine=True)
-                    if slurm_queue.belongs(job, spec.run_uri) and job.task == spec.task
-                ]
-                active = [job for job in jobs if not job.has_ended or job.job_id == job_id]
-                if active and job_id not in ("", active[0].job_id):  # another launcher was faster
-                    slurm_queue.ask_slurm(["scancel", job_id])
-                if active and active[0].digest != spec.config_digest:
-                    raise OtherJobError("a job with another configuration works on this run", where=spec.run_uri)
-                if active:
-                    if not job_id:
-                        to_log(f"job {active[0].job_id} of Slurm is there already: following it")
-                    return active[0]
-                if not job_id:
-                    job_id = (
-                        slurm_queue.ask_slurm(request.content["command"], request.content["script"])
-                        .strip()
-                        .split(";")[0]
-                    )
-                    continue
-            time.sleep(slurm_queue.POLL_SECONDS)
-        return None
+    def _open_output(self, job: SlurmJob) -> Callable[[], list[str]]:
+        return LogLines(_make_path(job, "log")).read
 
-    def _follow(self, job: SlurmJob, spec: JobSpec) -> int:
-        """Show the job's output until it has ended; return its exit code."""
-        folder = _make_folder_path(spec.run_uri)
-        output, reason, known_at = LogLines(folder / f"{spec.task}-{job.job_id}.log"), "", time.monotonic()
-        while True:
-            current: SlurmJob | None = job
-            with slurm_queue.tolerate_absence():
-                current = next(
-                    (other for other in slurm_queue.list_jobs(mine=True) if other.job_id == job.job_id), None
-                )
-                if self.interrupted and current is not None and not current.has_ended:
-                    self._end([current])
-            for line in output.read():
-                sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-            if current is not None:
-                job, known_at = current, time.monotonic()
-                if job.reason not in ("", reason):
-                    to_log(f"job {job.job_id} waits: {job.reason}")
-                reason = job.reason
-            code_file = folder / f"{spec.task}-{job.job_id}.code"
-            is_lost = time.monotonic() - known_at > UNKNOWN_SECONDS
-            if job.has_ended or (current is None and (code_file.exists() or is_lost)):
-                return self._judge(job, spec, code_file)
-            time.sleep(slurm_queue.POLL_SECONDS)
-
-    def _judge(self, job: SlurmJob, spec: JobSpec, code_file: Path) -> int:
-        """Return the exit code of an ended job; the error that a worker left knows better what is for good."""
-        text = code_file.read_text().strip() if code_file.exists() else ""
-        code = int(text) if text.isdecimal() else CODES.get(job.state, RetryableError.exit_code)
-        if code and job.state == "CANCELLED" and not self.interrupted:
-            raise LaunchError(
-                "somebody cancelled the job", where=f"job {job.job_id} of Slurm", fix="resume the run"
-            ).of_class(FailureClass.DELETED)
-        if job.state == "FAILED" and not text:
+    def _read_code(self, job: SlurmJob) -> int | None:
+        """Return the code that the script has written, or one for the word by which Slurm says how it ended."""
+        path = _make_path(job, "code")
+        text = path.read_text().strip() if path.exists() else ""
+        if text.isdecimal():
+            return int(text)
+        if job.state == "FAILED":
             raise LaunchError(
                 "the job failed before its workers began",
                 where=f"job {job.job_id} of Slurm",
-                fix=f"see that the nodes have the folder {spec.run_uri}; scontrol show job {job.job_id} says more",
+                fix=f"see that the nodes have the folder {job.run_uri}; scontrol show job {job.job_id} says more",
             )
-        error = read_error(RunPaths(spec.run_uri).error) if code else None
-        return error.exit_code if error is not None and 0 < error.exit_code < FIRST_RETRYABLE_CODE else code
+        return CODES.get(job.state, RetryableError.exit_code) if job.has_ended else None
 
-    def _end(self, jobs: list[SlurmJob]) -> list[str]:
-        return slurm_queue.signal_until(jobs, "USR1", ["scancel", "--state=PENDING"], lambda job: job.has_ended)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted = True
+    def _make_status(self, job: SlurmJob) -> JobStatus:
+        paths, step = RunPaths(job.run_uri), 0
+        with best_effort("the last step is not known"):  # it may be somebody else's folder
+            step = commit.find_last_step(paths)
+        state = STATES.get(job.state, find_job_task(job.task).state if job.state == "RUNNING" else job.state)
+        progress = slurm_queue.read_progress(_make_path(job, "log"))
+        return JobStatus(
+            run=paths.run_id,
+            task=job.task,
+            job=job.title,
+            state="Suspended" if job.is_held else state,
+            reason=job.reason,
+            progress=progress or (f"step {step} is committed" if step else ""),
+            workers=f"{job.num_nodes if job.state == 'RUNNING' else 0}/{job.num_nodes}",
+            age_seconds=time.time() - job.submitted_at,
+        )
 
 
 def build_launcher(config: Config) -> SlurmLauncher:
@@ -274,42 +160,14 @@ def build_launcher(config: Config) -> SlurmLauncher:
     return SlurmLauncher(config)
 
 
-def _require_shared_folder(uri: str) -> None:
-    if not storage.is_local(uri):
-        raise LaunchError(
-            "jobs of Slurm write their logs to a file system that all nodes share",
-            where="run.storage_root",
-            value=uri,
-            fix="set it to a path there",
-        )
-
-
-def _make_folder_path(run_uri: str) -> Path:
-    """Return the folder of Slurm's own files about a run: logs, and the exit codes of scripts."""
-    return storage.local_path(run_uri) / "slurm"
-
-
 def _make_folder(run_uri: str) -> Path:
     """Make the folders of what a job and its workers print, which is for nobody else on a cluster of many users."""
-    for folder in (_make_folder_path(run_uri), storage.local_path(RunPaths(run_uri).logs)):
+    for folder in (slurm_script.make_folder_path(run_uri), storage.local_path(RunPaths(run_uri).logs)):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-    return _make_folder_path(run_uri)
+    return slurm_script.make_folder_path(run_uri)
 
 
-def _make_status(job: SlurmJob) -> JobStatus:
-    paths = RunPaths(job.run_uri)
-    step, log = 0, _make_folder_path(job.run_uri) / f"{job.task}-{job.job_id}.log"
-    with best_effort("the last step is not known"):  # it may be somebody else's folder
-        step = commit.find_last_step(paths)
-    state = STATES.get(job.state, find_job_task(job.task).state if job.state == "RUNNING" else job.state)
-    return JobStatus(
-        run=paths.run_id,
-        task=job.task,
-        job=slurm_queue.format_name(job),
-        state="Suspended" if job.is_held else state,
-        reason=job.reason,
-        progress=slurm_queue.read_progress(log) or (f"step {step} is committed" if step else ""),
-        workers=f"{job.num_nodes if job.state == 'RUNNING' else 0}/{job.num_nodes}",
-        age_seconds=time.time() - job.submitted_at,
-    )
+def _make_path(job: SlurmJob, ending: str) -> Path:
+    """Return the file with a job's output (`log`) or its script's exit code (`code`)."""
+    return slurm_script.make_folder_path(job.run_uri) / f"{job.task}-{job.job_id}.{ending}"

@@ -11,19 +11,15 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kftrain.core import storage
-from kftrain.core.progress import STEP, strip_mark, to_log
+from kftrain.core.progress import STEP, strip_mark
 from kftrain.errors import LaunchError, OtherJobError
+from kftrain.launch.scheduler import ScheduledJob, SchedulerAwayError
 from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.run.paths import RunPaths
-
-POLL_SECONDS = 2.0
-GOING_SECONDS = 1800.0
-"""Seconds that a job that was told to stop may take to commit and to go."""
 
 LOCK_TURNS = 3
 """Times that a launcher asks for the lock of its job."""
@@ -55,32 +51,19 @@ AWAY = (
 """Words of commands that did not reach slurmctld."""
 
 
-class ControllerAwayError(LaunchError):
-    """Slurm's controller cannot be reached: it may be in a moment, and jobs go on meanwhile."""
-
-
 @dataclass(frozen=True)
-class SlurmJob:
+class SlurmJob(ScheduledJob):
     """A job of kftrain as squeue lists it."""
 
-    job_id: str
-    state: str
-    """Slurm's word for it, such as `PENDING`."""
-    reason: str
-    """Slurm's word for why it waits, such as `Resources`; empty where it does not."""
+    ended_states = ENDED
+    cancelled_state = "CANCELLED"
+
     user: str
-    num_nodes: int
-    submitted_at: float
-    """Seconds since the epoch."""
-    run_uri: str
-    task: str
-    digest: str
-    """Digest of the configuration that the job was started for."""
 
     @property
-    def has_ended(self) -> bool:
-        """True if it will not run again, and none of its processes is left."""
-        return self.state in ENDED
+    def title(self) -> str:
+        """Name of the job for people."""
+        return f"{RunPaths(self.run_uri).run_id}-{self.task} (job {self.job_id})"
 
     @property
     def is_held(self) -> bool:
@@ -108,7 +91,7 @@ def require_commands() -> None:
 def ask_slurm(command: Sequence[str], text: str = "") -> str:
     """Run one of Slurm's commands, with `text` as its input; return its output.
 
-    Raises LaunchError with Slurm's own words, as ControllerAwayError where slurmctld cannot be reached.
+    Raises LaunchError with Slurm's own words, as SchedulerAwayError where slurmctld cannot be reached.
     """
     require_commands()
     # An allocation that the launcher itself runs in must not set options of its jobs.
@@ -120,10 +103,10 @@ def ask_slurm(command: Sequence[str], text: str = "") -> str:
             command, input=text, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ControllerAwayError(f"{command[0]} does not answer", where="slurm") from None
+        raise SchedulerAwayError(f"{command[0]} does not answer", where="slurm") from None
     if done.returncode:
         words = "; ".join(line for line in done.stderr.splitlines() if line.strip()) or f"exit code {done.returncode}"
-        kind = ControllerAwayError if any(part in words for part in AWAY) else LaunchError
+        kind = SchedulerAwayError if any(part in words for part in AWAY) else LaunchError
         raise kind(words, where="slurm")
     return done.stdout
 
@@ -189,48 +172,14 @@ def read_progress(path: Path) -> str:
     return ""
 
 
-def belongs(job: SlurmJob, run: str) -> bool:
-    """Tell whether a job works on a run, named by its folder or its id."""
-    same_uri = job.run_uri == storage.absolute(run)
-    return same_uri if "/" in run else RunPaths(job.run_uri).run_id == run
-
-
-def find_active_jobs(run: str) -> list[SlurmJob]:
-    """List the jobs of a run that have not ended. Raises LaunchError where there are none."""
-    assert run, "no run would mean every run"
-    jobs = [job for job in list_jobs() if belongs(job, run) and not job.has_ended]
-    if not jobs:
-        raise LaunchError("this run has no job in Slurm", where=run, fix="kftrain runs says how it ended")
-    return jobs
-
-
-def format_name(job: SlurmJob) -> str:
-    """Name a job for people."""
-    return f"{RunPaths(job.run_uri).run_id}-{job.task} (job {job.job_id})"
-
-
-def signal_until(
-    jobs: list[SlurmJob], signal_name: str, wait_command: list[str], is_done: Callable[[SlurmJob], bool]
-) -> list[str]:
-    """Tell the scripts of jobs that run, by a signal, and Slurm of jobs that wait, until all are done; return names.
-
-    Again and again: a job may begin to run, or be requeued, between a look and the command.
-    """
-    numbers, deadline = {job.job_id for job in jobs}, time.monotonic() + GOING_SECONDS
-    while True:
-        left = [job for job in list_jobs() if job.job_id in numbers and not job.has_ended and not is_done(job)]
-        if not left:
-            return [format_name(job) for job in jobs]
-        if time.monotonic() > deadline:
-            raise LaunchError("the job was told to stop, and does not", where=format_name(left[0]), fix="scancel it")
-        for job in left:
-            running = ["scancel", "--batch", f"--signal={signal_name}"]
-            try:
-                ask_slurm([*(wait_command if job.state == "PENDING" else running), job.job_id])
-            except LaunchError as error:  # it has changed since the look; but somebody else's job stays as it is
-                if "ermission" in error.line:
-                    raise
-        time.sleep(POLL_SECONDS)
+def tell_job(job: SlurmJob, signal_name: str, wait_command: list[str]) -> None:
+    """Tell the script of a job that runs, by a signal, and Slurm of a job that waits, what the job is to do."""
+    running = ["scancel", "--batch", f"--signal={signal_name}"]
+    try:
+        ask_slurm([*(wait_command if job.state == "PENDING" else running), job.job_id])
+    except LaunchError as error:  # it has changed since the look; but somebody else's job stays as it is
+        if "ermission" in error.line:
+            raise
 
 
 @contextlib.contextmanager
@@ -269,12 +218,3 @@ def is_held(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-@contextlib.contextmanager
-def tolerate_absence() -> Iterator[None]:
-    """Run a block in which slurmctld may be away: that is a warning, as jobs go on without it."""
-    try:
-        yield
-    except ControllerAwayError as error:
-        to_log(f"warning: {error.line}")

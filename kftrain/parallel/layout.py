@@ -98,24 +98,22 @@ def choose_layout(machines: Machines, work: Work) -> list[Candidate]:
 
 def describe_layouts(candidates: Sequence[Candidate], machines: Machines) -> list[str]:
     """Return a table of the candidates, a line for each, under a line with the limits. Sizes are in GB."""
-    limit, between, within = (
-        f"{number / GIGA:.3g} GB"
-        for number in (STATE_SHARE * machines.device_bytes, machines.between_nodes_rate, machines.within_node_rate)
-    )
+    numbers = STATE_SHARE * machines.device_bytes, machines.between_nodes_rate, machines.within_node_rate
+    limit, between, within = map(_describe_bytes, numbers)
     processes = f"{machines.num_nodes} x {machines.processes_per_node} processes"
-    return [
-        f"layouts on {processes}, {limit} of state, {between}/s a node, {within}/s a process",
-        *map(_describe, candidates),
-    ]
+    first = f"layouts on {processes}, {limit} of state, {between}/s a node, {within}/s a process"
+    return [first, *map(_describe, candidates)]
+
+
+def _describe_bytes(number: float) -> str:
+    return f"{number / GIGA:.3g} GB"
 
 
 def _describe(candidate: Candidate) -> str:
     axes = " ".join(f"{axis} {size}" for axis, size in asdict(candidate.shape).items() if size > 1)
     exchange = ", exchange of each micro batch" if candidate.exchange == "micro_batch" else ""
-    state, between, within = (
-        f"{number / GIGA:.3g} GB"
-        for number in (candidate.state_bytes, candidate.between_nodes_bytes, candidate.within_node_bytes)
-    )
+    numbers = candidate.state_bytes, candidate.between_nodes_bytes, candidate.within_node_bytes
+    state, between, within = map(_describe_bytes, numbers)
     sizes = f"state {state}, between nodes {between}, within {within}, {candidate.seconds:.3g} s"
     return f"{candidate.name}{exchange} ({axes}): {sizes}: {candidate.why_not or 'taken'}"
 
@@ -155,7 +153,7 @@ def _price(candidate: Candidate, machines: Machines, work: Work) -> Candidate:
         seconds += max(num_crossing * sent / machines.between_nodes_rate, inside)
     state, why_not = _estimate_state(candidate, work), ""
     if state > limit:
-        why_not = f"its state is more than {limit / GIGA:.3g} GB"
+        why_not = f"its state is more than {_describe_bytes(limit)}"
     if shape.num_data_ranks > work.batch_rows:
         why_not = f"{shape.num_data_ranks} processes cannot share {work.batch_rows} rows"
     sizes = {"state_bytes": state, "between_nodes_bytes": between, "within_node_bytes": within, "seconds": seconds}
@@ -198,15 +196,9 @@ def _count_micro_batches(shape: Shape, work: Work) -> tuple[int, int]:
 
 def _count_crossing(shape: Shape, axis: str, processes_per_node: int) -> tuple[int, bool]:
     """Count an axis's groups that leave a node, on the node with most; tell whether any has two processes on a node."""
-    strides = {"tensor": 1, "shard": shape.tensor, "replicate": shape.tensor * shape.shard}
-    size, stride = getattr(shape, axis), strides[axis]
-    num_crossing, has_neighbours = Counter[int](), False
-    for first in range(shape.size):
-        if first // stride % size == 0:
-            nodes = {rank // processes_per_node for rank in range(first, first + stride * size, stride)}
-            has_neighbours |= len(nodes) < size
-            num_crossing.update(nodes if len(nodes) > 1 else ())
-    return max(num_crossing.values(), default=0), has_neighbours
+    groups = [{rank // processes_per_node for rank in ranks} for ranks in shape.groups([axis])]
+    num_crossing = Counter(node for nodes in groups if len(nodes) > 1 for node in nodes)
+    return max(num_crossing.values(), default=0), any(len(nodes) < getattr(shape, axis) for nodes in groups)
 
 
 def _share_sent(size: int) -> float:

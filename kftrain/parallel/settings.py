@@ -28,7 +28,7 @@ CheckpointingMethod = Literal["blocks", "selective", "offload"]
 """Ways in which a block keeps less of its forward pass: see `activations.py`."""
 
 
-CompressionKind = Literal["none", "fp16", "bf16", "int8", "topk", "sign"]
+CompressionKind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd", "sign"]
 
 
 class CompressionConfig(Section):
@@ -37,8 +37,8 @@ class CompressionConfig(Section):
     kind: ChangesSince03[CompressionKind] = "none"
     """Form in which gradients travel, and parameters under a strategy that shards: `fp16` and `bf16` are half of the
     bytes; `int8` is a quarter, codes with a scale for each 256 numbers. The others are for `ddp`: `topk` sends the
-    largest numbers of each process (Deep Gradient Compression, with `sgd`), `sign` the signs, of which the majority is
-    applied."""
+    largest numbers of each process (Deep Gradient Compression, with `sgd`), `powersgd` two narrow factors of each
+    matrix, `sign` the signs, of which the majority is applied."""
     feedback: ChangesSince03[bool] = True
     """Add what a number has lost on its way to the one of the next step. Each process keeps that in fp32, as much as
     all gradients, under `fsdp` as well."""
@@ -46,13 +46,17 @@ class CompressionConfig(Section):
     """Share of the numbers that a process sends with `topk`."""
     warmup_steps: ChangesSince03[Amount] = 0
     """Steps in which this share falls from a quarter to `density`."""
+    rank: ChangesSince03[Count] = 16
+    """Columns of the factors of `powersgd`."""
 
     @model_validator(mode="after")
     def _refuse_what_contradicts(self) -> CompressionConfig:
         if self.kind != "topk" and (self.density, self.warmup_steps) != (0.001, 0):
             raise ValueError(f"density and warmup_steps are of kind topk, not of {self.kind}")
-        if self.kind == "topk" and not self.feedback:
-            raise ValueError("feedback must be true with topk: what is not sent at once would never be applied")
+        if self.kind != "powersgd" and self.rank != 16:
+            raise ValueError(f"rank is of kind powersgd, not of {self.kind}")
+        if self.kind in ("topk", "powersgd") and not self.feedback:
+            raise ValueError(f"feedback must be true with {self.kind}: what is not sent at once would never be applied")
         return self
 
     def count_vectors(self, is_sharded: bool) -> int:
@@ -138,7 +142,7 @@ class ParallelConfig(Section):
         for axis in ("tensor", "pipeline", "context", "expert"):
             if getattr(self, axis) > 1:
                 raise ValueError(f"compression.kind must be none with {axis}, whose own exchanges are not compressed")
-        if kind in ("topk", "sign") and self.strategy != "ddp":
+        if kind in ("topk", "powersgd", "sign") and self.strategy != "ddp":
             raise ValueError(f"strategy must be ddp with compression.kind {kind}, which is of whole gradients")
         if self.strategy != "ddp" and self.replicate > 1:
             raise ValueError("replicate must be 1 with compression: sums between copies are not compressed, use ddp")

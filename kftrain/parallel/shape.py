@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from kftrain.errors import ConfigError
 
@@ -99,7 +99,7 @@ class Shape:
 
     @property
     def _sizes(self) -> dict[str, int]:
-        return asdict(self)
+        return vars(self)
 
     def _size_of(self, axes: Collection[str]) -> int:
         return math.prod(self._sizes[axis] for axis in axes)

@@ -20,8 +20,7 @@ MODEL = "transformer"
 def with_layout(config: Config) -> tuple[Config, list[str]]:
     """Return the configuration with sizes in place of `parallel.layout: auto`, and the table of what there was.
 
-    Sizes of an earlier launch are not kept. Raises ConfigError where none fits, or where
-    sizes are not known.
+    Sizes of an earlier launch are not kept. Raises ConfigError where none fits, or where sizes are not known.
     """
     if config.parallel.layout != "auto":
         return config, []

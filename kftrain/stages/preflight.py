@@ -56,7 +56,7 @@ def describe_oddities(config: Config) -> list[str]:
     """Return a warning for every setting that is allowed, but probably not meant."""
     warmup_steps, steps = config.optimizer.warmup_steps, config.train.steps
     what = f"optimizer.warmup_steps ({warmup_steps}) is more than train.steps ({steps})"
-    is_odd = warmup_steps > steps and config.optimizer.schedule != "constant"
+    is_odd = warmup_steps > steps and config.optimizer.schedule != "constant" and not config.train.command
     return [f"warning: {what}: the learning rate rises until the last step"] if is_odd else []
 
 

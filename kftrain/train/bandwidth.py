@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from kftrain.config import Config
 from kftrain.core import storage
+from kftrain.parallel.compression.codecs import all_gather
+from kftrain.parallel.fully_shard import ExchangedSums
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.world import join_world
@@ -25,7 +27,6 @@ NUM_WARM, NUM_TIMED = 2, 5
 AXES = {"within nodes": ("shard",), "between nodes": ("replicate",), "all": ("replicate", "shard")}
 """Name of an axis -> axes of the mesh of nodes (`replicate`) and their processes (`shard`)."""
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 Exchange = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
 
 
@@ -78,15 +79,12 @@ def _reduce_scatter(whole: torch.Tensor, part: torch.Tensor, group: dist.Process
     if whole.is_cuda:
         dist.reduce_scatter_tensor(part, whole, group=group)
         return
-    # Gloo has none: as in training (fully_shard.py), each process sends every other one its part, and adds up.
-    received = torch.empty_like(whole)
-    dist.all_to_all_single(received, whole, group=group)
-    torch.sum(received.view(group.size(), -1), 0, out=part)
+    ExchangedSums()(part, whole, group, dist.ReduceOp.SUM)  # gloo has none: as in training
 
 
 _EXCHANGES: dict[str, tuple[Exchange, int]] = {
     "all-reduce": (lambda whole, _, group: dist.all_reduce(whole, group=group), 2),
-    "all-gather": (lambda whole, part, group: _all_gather(whole, part, group=group), 1),
+    "all-gather": (lambda whole, part, group: all_gather(whole, part, group=group), 1),
     "reduce-scatter": (_reduce_scatter, 1),
     "all-to-all": (lambda whole, _, group: dist.all_to_all_single(torch.empty_like(whole), whole, group=group), 1),
 }

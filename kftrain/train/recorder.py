@@ -9,6 +9,7 @@ from typing import Any
 
 from kftrain.core.progress import to_log
 from kftrain.tracking.base import Tracker
+from kftrain.train.trainer_status import TrainerStatus
 
 MAX_POINTS = 4096
 """Number of points above which the history is thinned: it stays a small file however long the training."""
@@ -29,6 +30,7 @@ class Recorder:
         self._num_steps = num_steps
         self._part = f" (first {num_validated:,} samples)" if num_validated else ""
         self._before_seconds = float(history[-1]["seconds"]) if history else 0.0
+        self._trainer_status = TrainerStatus()
         self._start = time.monotonic()
         self._mark = self._start
 
@@ -58,8 +60,10 @@ class Recorder:
         self._add({"step": step, **values, "samples_per_second": rate, "seconds": self.seconds})
         costs = {**data, "data_stall_share": stall_share} if data else {}
         self._log(costs, step)
-        left = _format_duration((self._num_steps - step) * elapsed_seconds / num_steps)
+        remaining_seconds = (self._num_steps - step) * elapsed_seconds / num_steps
+        self._trainer_status.report(step, self._num_steps, remaining_seconds, {**values, "samples_per_second": rate})
         shown = " ".join(f"{name} {value:.4g}" for name, value in values.items())
+        left = _format_duration(remaining_seconds)
         to_log(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s{format_costs(costs)}, {left} left")
 
     def record_validation(self, step: int, metrics: dict[str, float]) -> None:

@@ -18,8 +18,10 @@ from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.run.script import Script, with_script_digest
+from kftrain.trust import require_written
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers" / "scripts" / "ddp.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface"
 OF_TRANSFORMER = "model: {kind: transformer, dim: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2}"
 
 
@@ -113,6 +115,13 @@ def test_what_a_script_decides_itself_is_refused_beside_it(settings, message):
 def test_a_script_that_is_not_here_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="there is no such script here"):
         with_script_digest(config.parse("train: {command: [-m, no_such_module_anywhere]}"))
+
+
+def test_the_example_names_a_script_and_a_model_that_lie_beside_it(monkeypatch):
+    monkeypatch.chdir(EXAMPLE)
+    resolved = with_script_digest(config.load("llama.yaml"))
+    assert len(resolved.train.command_digest) == 64 and resolved.model.kind == "tiny_llama:TinyLlama"
+    require_written(resolved.model.kind, "model.kind", str(EXAMPLE))
 
 
 @pytest.mark.parametrize("path", ["a", "a/b.pt", "COMMITTED", "x=2F=y", "ü%2F..", ".hidden/=/a b"])

@@ -39,11 +39,13 @@ ROWS = [
     row("topk, ddp, small buckets", compression.sparse((Stage(2),), bucket_bytes=4096), 2),
     row("topk, ddp, warm-up", compression.sparse((Stage(2),), density=0.005, warmup_steps=8, clip=0.0), 2),
     *(row(f"sign, ddp, {size}", compression.by_sgd("sign", (Stage(size),)), size) for size in (2, 4)),
+    *(row(f"powersgd, ddp, {size}", compression.by_sgd("powersgd", (Stage(size),)), size) for size in (2, 4)),
+    row("powersgd, ddp, small buckets", compression.by_sgd("powersgd", (Stage(2),), bucket_bytes=4096), 2),
     row("int8, one process", compression.on("int8", 1), 1),
 ]
 
 QUICK = {"int8, ddp, 2", "bf16, ddp, 2", "int8, fsdp", "int8, one process", "topk, ddp, 2", "sign, ddp, 2"}
-TABLE = parity.keep_quick(ROWS, QUICK)
+TABLE = parity.keep_quick(ROWS, QUICK | {"powersgd, ddp, 2"})
 
 
 def slow(*arguments):
@@ -101,10 +103,13 @@ def test_feedback_that_a_resume_loses_or_counts_twice_fails_its_row(pools, tmp_p
         parity.compare(row, trained, case.loop(case, trained.first_weights, None))
 
 
+@pytest.mark.parametrize(
+    "make", [compression.sparse, functools.partial(compression.by_sgd, "powersgd")], ids=["topk", "powersgd"]
+)
 @pytest.mark.parametrize(("first", "second"), [slow(2, 3), slow(3, 1)])
-def test_what_was_not_applied_goes_on_on_another_number_of_processes(pools, tmp_path, first, second):
+def test_what_was_not_applied_goes_on_on_another_number_of_processes(pools, tmp_path, make, first, second):
     stages = Stage(first, compression.NUM_BEFORE), Stage(second, STEPS - compression.NUM_BEFORE)
-    case = compression.sparse(stages)
+    case = make(stages)
     answers = go_on_with(pools, str(tmp_path), case, (first, second), compression.feedback_is_conserved)
     trained = replace(answers[0].value, first_weights=first_weights_of(pools, case))
     parity.compare(Row(f"{first} - {second}", second), trained, case.loop(case, trained.first_weights, None))
@@ -147,12 +152,13 @@ def test_an_exchange_that_is_broken_on_purpose_fails_its_row(pools, defect):
     [
         *(("int8", layout) for layout in LAYOUTS),
         *(("bf16", layout) for layout in ("ddp", "fsdp")),
-        *(("topk", layout) for layout in ("ddp", "three of ddp", "one process")),
+        *((kind, layout) for kind in ("topk", "powersgd") for layout in ("ddp", "three of ddp", "one process")),
     ],
 )
 def test_what_was_applied_and_what_is_kept_are_all_gradients(pools, kind, layout):
     size, strategy, overrides = LAYOUTS[layout]
     more = () if strategy == "fsdp" else ("parallel.strategy=ddp", "optimizer.kind=sgd")
+    more += ("parallel.compression.rank=4",) if kind == "powersgd" else ()
     overrides = (f"parallel.compression.kind={kind}", *overrides, *more)
     for answer in pools.run(size, compression.count_all, overrides, (2, 5)):
         assert answer.kind == "done", answer.value
@@ -172,12 +178,12 @@ def test_what_is_sent_with_its_momentum_fails_its_row(pools):
 SKIPPED = (5, 11)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", slow("topk"), slow("sign")])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", slow("topk"), slow("powersgd"), slow("sign")])
 def test_a_step_that_is_not_finite_on_one_process_is_skipped_by_all_and_leaves_the_feedback(pools, layout):
     size, kind, overrides = LAYOUTS.get(layout, LAYOUTS["ddp"])
     if layout == "topk":
         case = compression.sparse((Stage(size),), skipped=SKIPPED)
-    elif layout == "sign":
+    elif layout in ("powersgd", "sign"):
         case = compression.by_sgd(layout, (Stage(size),), skipped=SKIPPED)
     else:
         case = compression.on("int8", size, kind, skipped=SKIPPED)
@@ -202,12 +208,19 @@ def test_gradients_that_are_not_compressed_travel_in_buckets_of_the_configured_s
 TOPK = "parallel.compression.kind=topk"
 INT8 = ("parallel.compression.kind=int8",)
 
+POWERSGD = "parallel.compression.kind=powersgd"
+
 REFUSED = [
     Refused("compression with tensor", 2, (*INT8, "parallel.tensor=2"), "compression.kind must be none with tensor"),
     Refused("compression with context", 2, (*INT8, "parallel.context=2"), "compression.kind must be none with context"),
     Refused("compression of copies that shard", 4, (*INT8, "parallel.replicate=2"), "replicate must be 1 with comp"),
     Refused("topk under fsdp", 2, (TOPK, "optimizer.kind=sgd"), "strategy must be ddp with compression.kind topk"),
     Refused("sign under zero1", 2, ("parallel.compression.kind=sign", *ZERO1), "strategy must be ddp with comp"),
+    Refused(
+        "powersgd under zero1", 2, ("parallel.compression.kind=powersgd", *ZERO1), "strategy must be ddp with comp"
+    ),
+    Refused("powersgd that forgets", 2, (POWERSGD, "parallel.compression.feedback=false", *DDP), "must be true with p"),
+    Refused("rank of another kind", 2, (*INT8, "parallel.compression.rank=4"), "rank is of kind powersgd, not of int8"),
     Refused("compression with pipeline", 2, (*INT8, "parallel.pipeline=2"), "kind must be none with pipeline"),
     Refused("compression with expert", 2, (*INT8, "parallel.expert=2"), "kind must be none with expert"),
     Refused("compression with offload", 2, (*INT8, "parallel.offload=true"), "offload must be false with compression"),

@@ -1,22 +1,26 @@
 """A real Ray on this machine for the tests: a head and a second node, with a CPU each, in processes of their own.
 
-Ray's Python is $KFTRAIN_RAY_PYTHON: an environment with Ray in which kftrain[train] is importable, too.
+Ray's Python is $KFTRAIN_RAY_PYTHON: an environment with Ray and with what kftrain[train] needs; kftrain itself is this
+repository's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 from helpers.ports import Held
 
 PYTHON_ENV = "KFTRAIN_RAY_PYTHON"
-START_SECONDS = 120
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 300
 MEMORY_BYTES = 100_000_000
 
 
@@ -27,11 +31,12 @@ def explain_absence() -> str:
 
 
 class RayCluster:
-    """Context manager of a running cluster."""
+    """Context manager of a running cluster; `variables` stand in the environment of its processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
         self.python = os.environ[PYTHON_ENV]
         self._folder = folder
+        self._variables = variables
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ports = [Held(), Held()]
         self._gcs = f"127.0.0.1:{self._ports[0].number}"
@@ -75,6 +80,25 @@ class RayCluster:
         rows = self.ask("nodes?view=summary")["data"]["summary"]
         return sum(row["raylet"].get("state") == "ALIVE" for row in rows)
 
+    @property
+    def head_pid(self) -> int:
+        """Process id of the head's `ray start`, whose children are Ray's own."""
+        return self._processes[0].pid
+
+    @contextlib.contextmanager
+    def frozen_dashboard(self) -> Iterator[None]:
+        """The dashboard takes connections during the block, and answers none."""
+        processes = [child for child in list_children(self.head_pid) if "dashboard.py" in " ".join(child.cmdline())]
+        processes += [child for process in processes for child in process.children(recursive=True)]
+        assert processes, "no dashboard below the head"
+        try:
+            for process in processes:
+                process.suspend()
+            yield
+        finally:
+            for process in processes:
+                process.resume()
+
     def ask(self, path: str):
         """Ask the dashboard by GET."""
         with urllib.request.urlopen(f"{self.address}/{path}", timeout=10) as answer:
@@ -90,9 +114,8 @@ class RayCluster:
 
     @property
     def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        folder = str(Path(self.python).parent)
-        return {**kept, "PATH": f"{folder}:{kept['PATH']}", "OMP_NUM_THREADS": "1"}
+        path = f"{Path(self.python).parent}:{os.environ['PATH']}"
+        return {**os.environ, **self._variables, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def _wait_for(self, is_so) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -28,8 +28,12 @@ class Site:
     """True where nothing ends a job that cannot start but somebody's order."""
     is_private: bool = False
     """True where nobody else uses the cluster: tests break it without being asked to."""
+    dies_with_launcher: bool = False
+    """True where a launcher that is killed takes its job along: nobody has to collect it."""
     where: tuple = ()
     """Further arguments of `kftrain status` and its like, such as a namespace."""
+    store: object = None
+    """The object store below the storage root, where it is not the one that all clusters share."""
 
     def list_alive(self, run_uri):
         """Names of what of a run's jobs still works: pods, processes."""

@@ -17,7 +17,7 @@ from launchers.slurm_cluster import SlurmCluster, explain_absence
 
 from kftrain.core import storage
 from kftrain.errors import LaunchError, OtherJobError
-from kftrain.launch import slurm_queue
+from kftrain.launch import scheduler
 from kftrain.launch.base import build_launcher
 from kftrain.launch.slurm_queue import list_jobs
 from kftrain.launch.spec import make_job
@@ -58,7 +58,7 @@ def environment(cluster, monkeypatch):
     """Commands of this process find the cluster; its jobs end with the test."""
     for name, value in {**cluster.environment, "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(slurm_queue, "POLL_SECONDS", 0.3)
+    monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.3)
     yield
     cluster.run("scancel", "--user=root")
     wait_until(lambda: not cluster.run("squeue", "--noheader").strip(), 60)

@@ -76,6 +76,16 @@ class Cluster:
         reading = self._json(self._core.read_namespaced_pod)
         return self._read_object(f"pod {name} cannot be read", reading, name, namespace or self.namespace)
 
+    def fail_pod(self, name: str, uid: str) -> bool:
+        """Set a pod's phase to Failed in the place of its node, which must be known to be dead.
+
+        Returns False where this account may not, or where the pod is gone.
+        """
+        body = {"metadata": {"uid": uid}, "status": {"phase": "Failed", "reason": "NodeLost"}}
+        patch = self._json(self._core.patch_namespaced_pod_status)
+        verb = "patch pods/status"
+        return self._explain(verb, EXPLAIN_OUTAGE_SECONDS, patch, name, self.namespace, body) is not None
+
     def force_delete_pod(self, name: str, uid: str) -> bool:
         """Delete a pod from the API server without asking its node, which must be known to be dead.
 

@@ -7,7 +7,7 @@ shared device plugin of NVIDIA's Network Operator. What NCCL finds out by itself
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,10 +70,7 @@ PRESETS: Mapping[FabricName, Preset] = {
         between_nodes_gbps=400.0,
     ),
     "roce": Preset(
-        {
-            **_VERBS,
-            "NCCL_IB_TC": Setting("106", "DSCP 26, the class that NVIDIA's switch settings make lossless; else 0"),
-        },
+        {**_VERBS, "NCCL_IB_TC": Setting("106", "DSCP 26, the class that NVIDIA's switches make lossless; else 0")},
         _RDMA_DEVICE,
         **_DIRECT,
         between_nodes_gbps=200.0,
@@ -161,7 +158,8 @@ def require_devices(settings: KubernetesConfig, num_pods: int, nodes: Iterable[M
     if not needs or sum(_count_pods(node, needs) for node in eligible) >= num_pods:
         return
     names = [node["metadata"]["name"] for node in eligible]
-    shown = ", ".join(names[:MAX_NODES_SHOWN]) + (f" and {len(names) - MAX_NODES_SHOWN} others" if names[5:] else "")
+    shown = ", ".join(names[:MAX_NODES_SHOWN])
+    shown += f" and {len(names) - MAX_NODES_SHOWN} others" if len(names) > MAX_NODES_SHOWN else ""
     devices = sorted({name for node in eligible for name in _read_allocatable(node) if "/" in name})
     amounts = ", ".join(f"{name}: {amount}" for name, amount in needs.items())
     raise LaunchError(
@@ -185,9 +183,7 @@ def _count_pods(node: Mapping[str, Any], needs: Mapping[str, str]) -> int:
     from kubernetes.utils.quantity import parse_quantity
 
     has = _read_allocatable(node)
-    amounts: Sequence[tuple[Any, Any]] = [
-        (parse_quantity(has.get(n, "0")), parse_quantity(need)) for n, need in needs.items()
-    ]
+    amounts = ((parse_quantity(has.get(name, "0")), parse_quantity(need)) for name, need in needs.items())
     return min((int(available // need) for available, need in amounts if need), default=0)
 
 

@@ -215,6 +215,8 @@ class Watcher:
     def _release(self, seen: Observation) -> None:
         """Force-delete the pods of dead nodes, so that the operator replaces them elsewhere."""
         for pod in states.list_stuck_pods(seen):
+            if self._cluster.kind.replaces_failed_pods:
+                self._cluster.fail_pod(pod.name, pod.uid)
             if self._cluster.force_delete_pod(pod.name, pod.uid):
                 to_log(f"{pod.name} was taken off node {pod.node}, which is dead")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from kftrain.parallel.compression.codecs import make_codec
+from kftrain.parallel.compression.low_rank import LowRankSums
 from kftrain.parallel.compression.sparse import LocalRule, SparseSums
 from kftrain.parallel.compression.sums import PART, CompressedSums
 from kftrain.parallel.compression.votes import Signs, Votes
@@ -43,6 +44,8 @@ class CompressReplicas:
         compression, bucket_bytes = self.parallel.compression, self.parallel.bucket_bytes or BUCKET_BYTES
         if self.rule:
             return SparseSums(group, compression, bucket_bytes, self.rule)
+        if compression.kind == "powersgd":
+            return LowRankSums(group, compression.rank, bucket_bytes)
         if compression.kind == "sign":
             return Votes(group, Signs(), False, bucket_bytes)
         return CompressedSums(group, make_codec(compression.kind), compression.feedback, bucket_bytes)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.compression.codecs import Codec, all_gather, make_codec
@@ -23,7 +22,7 @@ from kftrain.parallel.compression.sums import PART
 from kftrain.parallel.distributed import Distributed, Part
 from kftrain.parallel.fully_shard import Allocates
 from kftrain.parallel.settings import CompressionConfig
-from kftrain.parallel.sharded import local
+from kftrain.parallel.sharded import local, spread_like
 
 
 @dataclass(frozen=True)
@@ -34,19 +33,20 @@ class CompressShards:
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Give each unit its exchanges, and register the part of the checkpoint; see `Transform`."""
-        codec, has_feedback = make_codec(self.config.kind), self.config.feedback
+        codec = make_codec(self.config.kind)
         sums: dict[FSDPModule, PackedSums] = {}
         for unit in distributed.model.modules():
             if isinstance(unit, FSDPModule):
-                sums[unit] = PackedSums(codec, has_feedback)
+                sums[unit] = PackedSums(codec)
                 unit.set_custom_reduce_scatter(sums[unit])  # type: ignore[arg-type]
                 unit.set_custom_all_gather(PackedGather(codec))  # type: ignore[arg-type]
-        if not has_feedback:
+        if not self.config.feedback:
             return
         if not hasattr(distributed.model, "set_reduce_scatter_unused_params"):
             what, fix = "before torch 2.13 a unit does not always exchange the same parameters", "set it to false"
             raise ConfigError(what, where="parallel.compression.feedback", value=True, fix=f"{fix}, or update torch")
         feedback = ShardedFeedback(distributed, sums)
+        distributed.when_filled.append(feedback.begin)
         distributed.when_decided.append(feedback.settle)
         distributed.when_dropped.append(feedback.take_back)
         distributed.parts[PART] = Part(1, feedback.save, feedback.load)
@@ -74,11 +74,10 @@ class PackedGather(Allocates):
 class PackedSums(Allocates):
     """torch's protocol `ReduceScatter`: gradients of a unit travel packed, and what they lose is kept for the next."""
 
-    def __init__(self, codec: Codec, has_feedback: bool) -> None:
+    def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._has_feedback = has_feedback
-        self.feedback: torch.Tensor | None = None
-        """Loss of this process's gradients on their way so far, `[W * n]`; None before the first exchange."""
+        self.feedback: Any = None
+        """Loss of this process's gradients on their way so far, `[W * n]`; None where it is not kept."""
         self.next_feedback: torch.Tensor | None = None
         """Its value after this step, unless that is skipped; None between steps."""
 
@@ -99,7 +98,7 @@ class PackedSums(Allocates):
         for other, part in enumerate(self._codec.unpack(received, rows.shape[1]).unbind()):
             if other != rank:
                 output_tensor.add_(part)
-        if self._has_feedback:
+        if self.feedback is not None:
             lost = rows - self._codec.unpack(packed, rows.shape[1])
             lost[rank] = 0.0
             self.next_feedback = lost.view(-1)
@@ -113,12 +112,18 @@ class ShardedFeedback:
         self._group = distributed.mesh.group(["shard"])
         self._sums = sums
 
+    def begin(self) -> None:
+        """Begin with nothing lost; the parameters have their values."""
+        for unit, sums in self._sums.items():
+            length = sum(member.padded_sharded_param_size.numel() for member in _list_members(unit))
+            sums.feedback = torch.zeros(length * self._group.size(), device=self._distributed.mesh.world.device)
+
     def settle(self, found_inf: torch.Tensor) -> None:
         """Keep what this step has lost, unless it is skipped: then `found_inf` is 1."""
         for sums in self._sums.values():
             if sums.next_feedback is not None:
-                kept = torch.zeros_like(sums.next_feedback) if sums.feedback is None else sums.feedback
-                sums.feedback, sums.next_feedback = torch.where(found_inf > 0, kept, sums.next_feedback), None
+                torch.where(found_inf > 0, sums.feedback, sums.next_feedback, out=sums.feedback)
+                sums.next_feedback = None
 
     def take_back(self, parameter: nn.Parameter) -> None:
         """Keep what would be applied to a parameter that no process has used, and whose gradient is dropped."""
@@ -132,13 +137,10 @@ class ShardedFeedback:
         names = self._name_parameters()
         state: dict[str, Any] = {}
         for unit, sums in self._sums.items():
-            total = self._take_feedback(unit, sums).clone()
+            total = sums.feedback.clone()
             dist.all_reduce(total, group=self._group)
             for parameter, part in self._list_parts(unit, total):
-                assert isinstance(parameter, DTensor)
-                form: Any = {"shape": parameter.shape, "stride": parameter.stride()}
-                spread = DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, **form)
-                state[names[parameter]] = spread
+                state[names[parameter]] = spread_like(parameter, part)
         return {"lost": state}
 
     @torch.no_grad()
@@ -146,31 +148,21 @@ class ShardedFeedback:
         """Keep of the sums of a checkpoint those that this process owns, so that each is kept by one process."""
         names = self._name_parameters()
         for unit, sums in self._sums.items():
-            kept = self._take_feedback(unit, sums).zero_()
-            for parameter, part in self._list_parts(unit, kept):
+            for parameter, part in self._list_parts(unit, sums.feedback.zero_()):
                 part.copy_(local(state["lost"][names[parameter]]))
 
     def _name_parameters(self) -> dict[nn.Parameter, str]:
         trained = [parameter for parameter in self._distributed.model.parameters() if parameter.requires_grad]
         return dict(zip(trained, self._distributed.names, strict=True))
 
-    def _take_feedback(self, unit: FSDPModule, sums: PackedSums) -> torch.Tensor:
-        """Return what a unit keeps; before its first exchange zeros, which it keeps from now on."""
-        if sums.feedback is None:
-            members = _list_members(unit)
-            length = sum(member.padded_sharded_param_size.numel() for member in members) * self._group.size()
-            sums.feedback = torch.zeros(length, device=self._distributed.mesh.world.device)
-        return sums.feedback
-
     def _list_parts(self, unit: FSDPModule, vector: torch.Tensor | None) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """List the parameters of a unit, each with its part of this process's chunk of a vector, if there is one."""
         if vector is None:
             return
-        # By numbers, because a unit whose parameters are all frozen has an empty vector.
-        chunk, start = vector.chunk(self._group.size())[self._group.rank()] if len(vector) else vector, 0
+        start = len(vector) // self._group.size() * self._group.rank()
         for member in _list_members(unit):
             size = member.sharded_size
-            yield _take_parameter(member), chunk[start : start + size.numel()].view(size)
+            yield _take_parameter(member), vector[start : start + size.numel()].view(size)
             start += member.padded_sharded_param_size.numel()  # parts are of one length, those of the last filled up
 
 

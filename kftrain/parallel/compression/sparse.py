@@ -50,6 +50,7 @@ class SparseSums(CompressedSums):
         super().lay_out(length, device)
         self._momentum = torch.zeros(length, device=device)
         self._next_momentum = torch.zeros(length, device=device)
+        self._changes.append((self._momentum, self._next_momentum))
 
     def gather(self) -> None:
         """Leave in `work` what this process has to send: momenta of its gradients that were not sent yet."""
@@ -72,10 +73,6 @@ class SparseSums(CompressedSums):
     def exchange_bucket(self, start: int, end: int) -> Iterator[None]:
         """Sum the largest numbers of all processes; of each process its own, at places of its own."""
         work, sums, momentum = (vector[start:end] for vector in (self._work, self._sums, self._next_momentum))
-        if self._group.size() == 1:  # nothing travels, and nothing is held back
-            sums.copy_(work)
-            work.zero_()
-            return
         places = work.abs().topk(math.ceil(self._density * (end - start)), sorted=False).indices
         pairs = torch.stack([work[places].view(torch.int32), places.int()]).unsqueeze(0)
         work[places] = 0.0
@@ -87,11 +84,6 @@ class SparseSums(CompressedSums):
         sums.zero_()
         for values, others in received.unbind():  # in the order of the ranks: all come to the same sums
             sums.index_add_(0, others, values.view(torch.float32))
-
-    def settle(self, found_inf: torch.Tensor) -> None:
-        """See `CompressedSums`."""
-        super().settle(found_inf)
-        torch.where(found_inf > 0, self._momentum, self._next_momentum, out=self._momentum)
 
     def save(self) -> dict[str, Any]:
         """Return what was not sent and the momenta, summed over processes, and the number of steps. Collective."""

@@ -64,6 +64,8 @@ class CompressedSums:
         self._work = torch.zeros(length, device=device)
         """Gradients and what was kept; after the exchange what is to be kept if the step counts."""
         self._feedback = torch.zeros(length if self.has_feedback else 0, device=device)
+        self._changes = [(self._feedback, self._work)] if self.has_feedback else []
+        """Pairs of what is kept from step to step, and its value if this step counts."""
 
     def _close_bucket(self, start: int, end: int, unit: int) -> tuple[int, int]:
         end += -(end - start) % unit
@@ -80,6 +82,10 @@ class CompressedSums:
         self.gather()
         for name, parameter in self._parameters.items():
             parameter.grad = self._view(self._sums, name)
+        if self._group.size() == 1:  # nothing travels, and nothing is lost
+            self._sums.copy_(self._work)
+            self._work.zero_()
+            return
         # All buckets are on their way at once, and those of all processes in the same order.
         buckets = [self.exchange_bucket(start, end) for start, end in self._bounds]
         for _ in range(3):
@@ -101,10 +107,6 @@ class CompressedSums:
         """Sum a bucket of `work` into `sums`, and leave in `work` what was lost. Stops while it is on its way."""
         size, rank, codec = self._group.size(), self._group.rank(), self._codec
         rows, sums = (vector[start:end].view(size, -1) for vector in (self._work, self._sums))
-        if size == 1:  # nothing travels, and nothing is lost
-            sums.copy_(rows)
-            rows.zero_()
-            return
         num_numbers = rows.shape[1]
         packed = codec.pack(rows)
         received = torch.empty_like(packed)
@@ -137,9 +139,9 @@ class CompressedSums:
                     self._view(self._work, name).add_(self._view(self._sums, name))
 
     def settle(self, found_inf: torch.Tensor) -> None:
-        """Keep what this step has lost, unless it is skipped: then `found_inf` is 1."""
-        if self.has_feedback:
-            torch.where(found_inf > 0, self._feedback, self._work, out=self._feedback)
+        """Keep what this step has changed, unless it is skipped: then `found_inf` is 1."""
+        for kept, changed in self._changes:
+            torch.where(found_inf > 0, kept, changed, out=kept)
 
     def save(self) -> dict[str, Any]:
         """Return what is kept, summed over processes. Collective."""

@@ -17,7 +17,7 @@ JOB_NAME_LABEL, INDEX_LABEL = "training.kubeflow.org/job-name", "training.kubefl
 WORKLOAD_JOB_LABEL, QUEUE_LABEL = "kueue.x-k8s.io/job-uid", "kueue.x-k8s.io/queue-name"
 NAME = "train"
 KINDS = ("pytorchjobs", "pods", "events", "workloads", "workflows", "nodes")
-PATH = re.compile(rf"/apis?/(?:[^/]+/)?v[^/]+/(?:namespaces/{NAME}/)?({'|'.join(KINDS)})(?:/([^/]+))?")
+PATH = re.compile(rf"/apis?/(?:[^/]+/)?v[^/]+/(?:namespaces/{NAME}/)?({'|'.join(KINDS)})(?:/([^/]+?)(?:/status)?)?")
 
 
 DISCOVERY = "/apis/kubeflow.org/v1"

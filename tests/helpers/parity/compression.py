@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from helpers.parity.oracle import STEPS, Case, Curve, adamw, same_llama, warmup_
 from kftrain import config
 from kftrain.parallel import gradients, replicas
 from kftrain.parallel.compression.codecs import Int8Blocks
+from kftrain.parallel.compression.low_rank import LowRankSums
 from kftrain.parallel.compression.shards import PackedSums, ShardedFeedback
 from kftrain.parallel.compression.sparse import LocalRule, SparseSums
 from kftrain.parallel.compression.sums import CompressedSums
@@ -53,6 +54,7 @@ class How:
         settings = {"compression.kind": self.kind, "bucket_bytes": self.bucket_bytes}
         settings |= {"exchange": "micro_batch"} if self.exchanged_each else {}
         settings |= {} if self.feedback else {"compression.feedback": "false"}
+        settings |= {"compression.rank": RANK} if self.kind == "powersgd" else {}
         others = (f"train.micro_batch_size={self.micro}",) if self.micro else ()
         others += ("train.max_nonfinite_steps=3",) if self.skipped else ()
         return (*(f"parallel.{name}={value}" for name, value in settings.items()), *others)
@@ -103,6 +105,8 @@ class Laid(How):
     """With the bounds of buckets in the vector of all parameters."""
 
     buckets: tuple[tuple[int, int], ...] = ()
+    factors: dict = field(default_factory=dict)
+    """Number of a matrix -> its second factor."""
 
 
 def lay(how, parameters):
@@ -179,6 +183,35 @@ def sharded_sum(gradients, errors, how, units, parameters):
     return joined(total)
 
 
+RANK = 8
+"""With fewer, the formula itself is off by 1e-5 of the norm where fp32 adds the processes up in another order."""
+
+
+def low_rank_sum(gradients, errors, how, parameters):
+    """Algorithms 1 and 2 of the paper, over sums, in fp64; the first factors are drawn as kftrain draws them."""
+    size, generator, total = len(gradients), torch.Generator().manual_seed(0), []
+    brought = [split(gradient + error, parameters) for gradient, error in zip(gradients, errors, strict=True)]
+    lost = [[] for _ in range(size)]
+    for number in range(len(parameters)):
+        parts = [each[number].astype(np.float64) for each in brought]
+        rows, columns = parts[0].shape if parts[0].ndim > 1 else (1, 0)
+        if size == 1 or RANK * (rows + columns) >= rows * columns:
+            made = functools.reduce(np.add, parts)
+            rests = [part * 0 for part in parts]
+        else:
+            drawn = torch.randn(columns, RANK, generator=generator).double().numpy()
+            left, _ = np.linalg.qr(sum(part @ how.factors.get(number, drawn) for part in parts))
+            how.factors[number] = sum(part.T @ left for part in parts)
+            made = left @ how.factors[number].T
+            rests = [part - made / size for part in parts]
+        total.append(made)
+        for rank in range(size):
+            lost[rank].append(rests[rank])
+    for rank in range(size):
+        errors[rank] = joined(lost[rank]).astype(np.float32)
+    return joined(total).astype(np.float32)
+
+
 def weights_of(network, how, stage):
     """What is computed with, by name."""
     names, parameters = zip(*network.named_parameters(), strict=True)
@@ -227,19 +260,29 @@ def loop(case, first_weights, parts, how):
         for _ in range(stage.steps):
             places = (np.arange(case.batch) + step * case.batch) % num_rows
             batch = {name: rows[places] for name, rows in data.items()}
-            kept = [error.copy() for error in errors]
+            kept, factors = [error.copy() for error in errors], dict(laid.factors)
             applied, loss = gradients_of_step(case, network, batch, errors, stage, laid)
-            for parameter, values in zip(parameters, split(applied, parameters), strict=True):
-                parameter.grad = torch.from_numpy(values.copy())
+            set_up_step(optimizer, parameters, applied, case.rate(step))
             norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, case.clip or np.inf)))
-            for group in optimizer.param_groups:
-                group["lr"] = case.rate(step)
             if step in how.skipped:
                 errors, norms[-1] = kept, np.inf
+                laid.factors.update(factors)
             else:
                 optimizer.step()
             losses.append(loss)
             step += 1
+    return curve_of(case, losses, norms, network)
+
+
+def set_up_step(optimizer, parameters, applied, rate):
+    """Gives the optimizer the sum of all gradients, one vector, and the rate."""
+    for parameter, values in zip(parameters, split(applied, parameters), strict=True):
+        parameter.grad = torch.from_numpy(values.copy())
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def curve_of(case, losses, norms, network):
     rates = [case.rate(number) for number in range(STEPS)]
     return Curve(losses, norms, rates, {name: value.detach() for name, value in network.state_dict().items()})
 
@@ -260,6 +303,8 @@ def gradients_of_step(case, network, batch, errors, stage, how):
         if how.exchanged_each or start + rows >= len(shares[0]):
             if how.kind == "sign":
                 applied.append(np.sign(sum(np.sign(gradient) for gradient in gradients)))
+            elif how.kind == "powersgd":
+                applied.append(low_rank_sum(gradients, errors, how, parameters))
             elif stage.kind == "ddp":
                 applied.append(replicated_sum(gradients, errors, how))
             else:
@@ -386,19 +431,15 @@ def sparse_loop(case, first_weights, parts, how):
                     waiting[rank][largest] = 0
                     if stage.processes > 1:
                         momenta[rank][largest] = 0
-            for parameter, values in zip(parameters, split(applied, parameters), strict=True):
-                parameter.grad = torch.from_numpy(values.copy())
+            set_up_step(optimizer, parameters, applied, case.rate(step))
             norms.append(float(np.sqrt(np.square(applied.astype(np.float64)).sum())))
-            for group in optimizer.param_groups:
-                group["lr"] = case.rate(step)
             if step in how.skipped:
                 (momenta, waiting), norms[-1] = before, np.inf
             else:
                 optimizer.step()
             losses.append(loss)
             step += 1
-    rates = [case.rate(number) for number in range(STEPS)]
-    return Curve(losses, norms, rates, {name: value.detach() for name, value in network.state_dict().items()})
+    return curve_of(case, losses, norms, network)
 
 
 def plain_sgd(network):
@@ -434,7 +475,7 @@ def going_on(kind, first, second):
 def feedback_is_conserved():
     """A resume must keep, over all processes, what the checkpoint has of each number, to the bit."""
     with contextlib.ExitStack() as stack:
-        for kind in (CompressedSums, SparseSums, ShardedFeedback):
+        for kind in (CompressedSums, SparseSums, LowRankSums, ShardedFeedback):
             load = functools.partialmethod(_load_and_compare, before=kind.load, kind=kind)
             stack.enter_context(patched(kind, "load", load))
         yield

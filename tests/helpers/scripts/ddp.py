@@ -37,6 +37,10 @@ if resume:
     bare.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     first = state["step"]
+    nodes = size // int(os.environ["LOCAL_WORLD_SIZE"])
+    assert [(Path(resume) / f"node-{node}").read_text() for node in range(nodes)] == [
+        str(node) for node in range(nodes)
+    ]
 checkpoints = Path(os.environ.get("KFTRAIN_CHECKPOINT_FOLDER", "."))
 misbehaves = options.fault if not resume else ""
 
@@ -47,6 +51,8 @@ def save(step):
     if rank == 0:
         state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
         torch.save(state, folder / "state" / "all.pt")
+    if os.environ["LOCAL_RANK"] == "0":
+        (folder / f"node-{os.environ['GROUP_RANK']}").write_text(os.environ["GROUP_RANK"])
     if misbehaves == "killed in commit" and step >= options.at and rank == size - 1:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +80,8 @@ for step in range(first + 1, options.steps + 1):
         if misbehaves.startswith("exit"):
             raise SystemExit(int(misbehaves.split()[1]))
         if misbehaves == "empty":
-            kftrain.commit(checkpoints)
+            (checkpoints / "empty").mkdir(exist_ok=True)
+            kftrain.commit(checkpoints / "empty")
     if step % 3 == 0 or step == options.steps:
         save(step)
 

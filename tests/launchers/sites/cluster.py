@@ -82,7 +82,10 @@ class ClusterSite(Site):
             yield
 
     def lose_node(self, run_uri, rank, disturb):
-        disturb("stop-node", self._pods(run_uri)[self._find_pod(run_uri, rank)].spec.node_name)
+        """Lets a worker's node die, but not the controller's: that one is away is another promise."""
+        kept = Operator(self._controller).node_name
+        nodes = {pod.spec.node_name for pod in self._pods(run_uri).values() if pod.status.phase == "Running"}
+        disturb("stop-node", sorted(nodes - {kept})[0])
 
     def check_request(self, text):
         kubectl = shutil.which("kubectl") or pytest.skip("no kubectl")

@@ -1,8 +1,9 @@
-"""This machine: processes below the launcher, found by the run's URI in their command lines."""
+"""This machine: processes below the launcher, found by the run's URI in their command lines; an object store."""
 
 import contextlib
 
 import psutil
+from helpers.fakes.object_store import BUCKET, ObjectStore
 from launchers.site import Site
 
 
@@ -22,9 +23,11 @@ class LocalSite(Site):
     """A storage root in a folder, one node with two processes."""
 
     def list_alive(self, run_uri):
-        return list_processes(run_uri)
+        """Workers, agents and their processes; a launcher still writes down how its job ended."""
+        return [process for process in list_processes(run_uri) if "-m kftrain train" not in process]
 
-    list_left = list_alive
+    def list_left(self, run_uri):
+        return list_processes(run_uri)
 
     def kill_worker(self, run_uri, rank=0):
         """Kills a training process, a child of the agent."""
@@ -44,26 +47,31 @@ class LocalSite(Site):
 
 @contextlib.contextmanager
 def open_site(request, folder):
-    nothing_waits = "processes of this machine start at once"
-    yield LocalSite(
-        name="local",
-        settings={
-            "run.storage_root": str(folder / "root"),
-            "launch.backend": "local",
-            "launch.processes_per_node": 2,
-        },
-        nodes=1,
-        refused={
-            "suspend": "a job of this machine cannot be suspended",
-            "logs": "the job is at work, and its output is where it was started",
-        },
-        not_run={
-            "waits": nothing_waits,
-            "adopted": "processes of this machine die with their launcher",
-            "request": "a command line has no scheduler that takes it",
-            "storage away": "the storage root is a folder of this machine",
-            "garbage": "processes of this machine die with their launcher",
-            "controller away": "there is no controller",
-            "node lost": "there is one node",
-        },
-    )
+    store = ObjectStore()
+    store.start()
+    try:
+        yield LocalSite(
+            name="local",
+            nodes=1,
+            store=store,
+            environment=store.environment,
+            settings={
+                "run.storage_root": f"s3://{BUCKET}/local",
+                "launch.backend": "local",
+                "launch.processes_per_node": 2,
+            },
+            dies_with_launcher=True,
+            refused={
+                "suspend": "a job of this machine cannot be suspended",
+                "logs": "the job is at work, and its output is where it was started",
+            },
+            not_run={
+                "waits": "processes of this machine start at once",
+                "adopted": "processes of this machine die with their launcher",
+                "request": "a command line has no scheduler that takes it",
+                "controller away": "there is no controller",
+                "node lost": "there is one node",
+            },
+        )
+    finally:
+        store.stop()

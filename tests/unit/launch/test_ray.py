@@ -12,7 +12,7 @@ import pytest
 
 from kftrain import config
 from kftrain.errors import ConfigError, FencedError, LaunchError, OtherJobError
-from kftrain.launch import ray
+from kftrain.launch import ray, scheduler
 from kftrain.launch.base import build_launcher
 from kftrain.launch.ray_jobs import parse_job, read_job_standing
 from kftrain.launch.spec import JobSpec, Role
@@ -61,7 +61,7 @@ def make_job(number=1, status="RUNNING", **values):
 
 def test_jobs_of_others_are_none_of_ours():
     job = parse_job(make_job(3))
-    assert (job.number, job.message, job.submitted_at, job.num_nodes) == (3, "words of Ray", 3.0, 2)
+    assert (job.number, job.reason, job.submitted_at, job.num_nodes) == (3, "words of Ray", 3.0, 2)
     assert job.belongs_to("r") and job.belongs_to("s3://bucket/runs/r") and not job.belongs_to("s3://other/runs/r")
     ours = make_job()["metadata"]
     for metadata in (None, {}, {**ours, "kftrain": "2"}, {**ours, "task": "x"}, {**ours, "run": "/a\x1b"}):
@@ -113,7 +113,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def dashboard(monkeypatch):
-    monkeypatch.setattr(ray, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(ray, "NEXT_SECONDS", 0.05)
     with Dashboard() as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -160,7 +160,7 @@ def test_attempts_are_numbered_and_failures_of_the_dashboard_are_ridden_out(dash
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"status": "STOPPED"}, "somebody stopped the job"),
+        ({"status": "STOPPED"}, "somebody cancelled the job"),
         ({"status": "FAILED", "driver_exit_code": 1, "message": "No module named kftrain"}, "No module named kftrain"),
     ],
 )
@@ -234,6 +234,23 @@ def test_cancel_waits_for_the_end_and_suspend_is_refused(dashboard, make_launche
         make_launcher().cancel(spec.run_uri)
     with pytest.raises(LaunchError, match="cannot be suspended"):
         make_launcher().suspend(spec.run_uri)
+
+
+def test_a_launcher_that_is_told_to_stop_while_it_submits_leaves_no_job(dashboard, make_launcher, spec):
+    launcher = make_launcher()
+
+    def submit(content):
+        dashboard.jobs = [make_running(spec, submission_id=content["submission_id"])]
+        launcher.interrupted = True
+
+    class Stops(list):
+        def append(self, path):
+            super().append(path)
+            dashboard.jobs[0:] = [{**job, "status": "STOPPED"} for job in dashboard.jobs]
+
+    dashboard.on_submit, dashboard.requests = submit, Stops()
+    assert launcher.run(spec) == 143
+    assert dashboard.requests[-1].endswith("-1/stop") and dashboard.jobs[0]["status"] == "STOPPED"
 
 
 def test_a_driver_without_ray_says_what_is_missing():

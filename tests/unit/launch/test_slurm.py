@@ -1,7 +1,9 @@
 """The batch script as data, run in bash with commands of ours, and lines that squeue prints; without any Slurm."""
 
+import json
 import shlex
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,12 +46,12 @@ def build(spec, *overrides):
     return build_launcher(resolved).build(spec)
 
 
-def run_script(script, folder, **environment):
+def run_script(script, folder, programs=COMMANDS, **environment):
     """Run a batch script with commands of ours; return srun's arguments and environment, and the completed process."""
     commands, seen = folder / "commands", folder / "seen"
     if not commands.exists():
         commands.mkdir()
-        for name, text in COMMANDS.items():
+        for name, text in programs.items():
             (commands / name).write_text(f"#!/bin/bash\n{text}\n")
             (commands / name).chmod(0o755)
     variables = {"SEEN": str(seen), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", **environment}
@@ -94,6 +96,78 @@ def test_no_text_becomes_shell(tmp_path, value, argument, name):
     assert (
         "\n".join(request.content["script"].splitlines()).count("#SBATCH") == 0 or "#SBATCH" in value + argument + name
     )
+
+
+def test_every_setting_is_an_option_of_sbatch():
+    values = {"account": "a b", "qos": "long", "constraint": "x&y", "reservation": "r", "gres": "nvme:1"}
+    pairs = [f"launch.slurm.{key}={value}" for key, value in values.items()]
+    command = build(make_spec(), *pairs, "launch.slurm.cpus_per_node=4", "launch.slurm.exclusive=true").content[
+        "command"
+    ]
+    assert {f"--{key}={value}" for key, value in values.items()} <= set(command)
+    assert {"--cpus-per-task=4", "--exclusive"} <= set(command)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=HOSTILE.filter(str.isprintable).filter(lambda text: text.strip(" -") == text != ""))
+def test_modules_are_loaded_before_the_workers_start(tmp_path, text):
+    commands = {**COMMANDS, "module": """printf '%s\\0' "$@" > "$SEEN.modules"; exit ${MODULES:-0}"""}
+    script = build(make_spec(), f"launch.slurm.modules={json.dumps(['cuda/12.4', text], ensure_ascii=False)}").content[
+        "script"
+    ]
+    run_script(script, tmp_path, commands)
+    assert (tmp_path / "seen.modules").read_text().split("\0") == ["load", "cuda/12.4", text, ""]
+    (tmp_path / "seen").write_text("")
+    *_, done = run_script(script, tmp_path, commands, MODULES="1")
+    assert done.returncode == 1 and not (tmp_path / "seen").read_text(), "without its modules no worker may start"
+
+
+IMAGE = "registry.example#team/trainer:1 $(touch PWNED)"
+WORKER = ["python", "-m", "kftrain", "worker", "--task", "train"]
+ROOT = "/shared/kftrain:/shared/kftrain"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("pyxis", [f"--container-image={IMAGE}", f"--container-mounts={ROOT},/data:/data:ro"], WORKER),
+        (
+            "apptainer",
+            [],
+            ["apptainer", "exec", "--nv", "--bind", ROOT, "--bind", "/data:/data:ro", IMAGE, *WORKER],
+        ),
+    ],
+)
+def test_workers_run_in_a_container_that_has_the_storage_root(tmp_path, kind, options, words):
+    pairs = {"container": kind, "container_image": IMAGE, "container_mounts": ["/data:/data:ro"], "python": ""}
+    request = build(make_spec(), *(f"launch.slurm.{key}={json.dumps(value)}" for key, value in pairs.items()))
+    arguments, *_ = run_script(request.content["script"], tmp_path)
+    shell = arguments.index("bash")
+    assert arguments[:shell] == ["--ntasks-per-node=1", "--kill-on-bad-exit=0", *options]
+    assert arguments[shell + 3 :] == ["worker", *words]
+
+
+def test_a_cluster_without_pyxis_is_refused(tmp_path, monkeypatch):
+    for name in slurm_queue.COMMANDS:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    pairs = ["launch.backend=slurm", "launch.slurm.container=pyxis", "launch.slurm.container_image=x"]
+    launcher = build_launcher(config.parse("", [*pairs, f"run.storage_root={tmp_path}"]))
+    for words, expectation in (
+        ("", pytest.raises(LaunchError, match="no pyxis")),
+        ("--container-image", nullcontext()),
+    ):
+        (tmp_path / "srun").write_text(f"#!/bin/sh\necho ' {words}=IMAGE'\n")
+        for name in (*slurm_queue.COMMANDS, "srun"):
+            (tmp_path / name).chmod(0o755)
+        with expectation:
+            launcher.check()
+
+
+def test_half_a_container_is_refused():
+    for pair in ("container=pyxis", "container_image=x.sif", "container_mounts=[/data:/data]"):
+        with pytest.raises(ConfigError, match="set together"):
+            build(make_spec(), f"launch.slurm.{pair}")
 
 
 @pytest.mark.parametrize("code", [0, 16, 143])

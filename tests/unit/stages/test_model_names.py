@@ -32,6 +32,7 @@ def test_a_model_that_is_not_there_is_named_before_anything_is_sharded():
         (["train.steps=9", "optimizer.warmup_steps=10"], True),
         (["train.steps=10", "optimizer.warmup_steps=10"], False),
         (["train.steps=9", "optimizer.warmup_steps=10", "optimizer.schedule=constant"], False),
+        (["train.steps=9", "optimizer.warmup_steps=10", "train.command=[train.py]"], False),
     ],
 )
 def test_a_warmup_longer_than_the_training_is_said_with_both_numbers(settings, is_odd):

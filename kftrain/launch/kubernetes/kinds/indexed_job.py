@@ -28,6 +28,7 @@ class IndexedJob(Kind):
     operator = "job controller"
     creation_failures = frozenset(("FailedCreate",))
     install = "use Kubernetes 1.28 or later"
+    replaces_failed_pods = True
     job_name_label = "batch.kubernetes.io/job-name"
     index_label = "batch.kubernetes.io/job-completion-index"
     condition_names: ClassVar = {"Complete": SUCCEEDED, "Failed": FAILED, "Suspended": SUSPENDED}

@@ -30,6 +30,7 @@ class JobSet(Kind):
     operator = "JobSet controller"
     creation_failures = frozenset(("JobCreationFailed", "HeadlessServiceCreationFailed", "FailedCreate"))
     install = "install JobSet 0.12"
+    replaces_failed_pods = True
     job_name_label = "jobset.sigs.k8s.io/jobset-name"
     index_label = "batch.kubernetes.io/job-completion-index"
     role_label = "jobset.sigs.k8s.io/replicatedjob-name"

@@ -60,6 +60,8 @@ class Kind(ABC):
     """Label of a pod that holds its number within its role."""
     role_label: ClassVar[str] = ""
     """Label of a pod that holds its role; empty for a kind with one role only."""
+    replaces_failed_pods: ClassVar[bool] = False
+    """True for pods of a Job of Kubernetes: with its failure policy it replaces none whose phase says Running."""
     suspend_path: ClassVar[tuple[str, ...]] = ("spec", "suspend")
     """Keys that lead to the field by which queues and people take the pods away."""
     max_name_length: ClassVar[int] = 52

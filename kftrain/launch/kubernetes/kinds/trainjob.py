@@ -47,6 +47,7 @@ class TrainJob(Kind):
     operator = "controller of Kubeflow Trainer"
     creation_failures = frozenset(("TrainJobResourcesCreationFailed", "JobCreationFailed", "FailedCreate"))
     install = "install Kubeflow Trainer 2.3"
+    replaces_failed_pods = True
     container = NODES
     job_name_label = "jobset.sigs.k8s.io/jobset-name"
     index_label = "batch.kubernetes.io/job-completion-index"

@@ -142,7 +142,10 @@ def test_who_starts_jobs_may_create_them_and_who_collects_them_may_not():
     verbs = {}
     for binding in (one for one in rules if one["kind"] == "RoleBinding"):
         for subject in binding["subjects"]:
-            (rule,) = roles[binding["roleRef"]["name"]]
+            rule, *others = roles[binding["roleRef"]["name"]]
+            assert [(one["resources"], one["verbs"]) for one in others] == [(["pods/status"], ["patch"])] * (
+                "create" in rule["verbs"]
+            )
             assert (rule["apiGroups"], rule["resources"]) == (["batch"], ["jobs"])
             verbs[subject["name"]] = set(rule["verbs"])
     assert verbs["pipeline-runner"] == verbs["kftrain-scheduled"] == {"create", "get", "list", "patch", "delete"}

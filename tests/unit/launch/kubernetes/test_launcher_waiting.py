@@ -13,6 +13,7 @@ from kftrain.core import storage
 from kftrain.core.outages import UNREACHABLE
 from kftrain.errors import LaunchError, RetryableError
 from kftrain.launch.kubernetes import states, watcher
+from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.run import attempts
 
 PLACED = ("PodScheduled", "True")
@@ -414,6 +415,28 @@ def test_a_pod_stuck_on_a_dead_node_is_force_deleted(training, namespace):
     wait_until(lambda: namespace.forced)
     assert namespace.forced == [WORKERS[1]]
     training.wait_for(f"{WORKERS[1]} was taken off node node-2, which is dead")
+    namespace.holds_pods = False
+    namespace.run_pods(JOB)
+    namespace.finish(JOB)
+    assert training.finish() == 0
+
+
+def test_a_pod_of_a_job_has_failed_before_it_is_taken_off_its_dead_node(training, namespace, monkeypatch):
+    """Else the Job keeps it for ever: its failure policy waits for a phase that no kubelet will write."""
+    monkeypatch.setattr(Kind, "replaces_failed_pods", True)
+    phases = []
+    delete = namespace.delete
+    monkeypatch.setattr(
+        namespace,
+        "delete",
+        lambda kind, name, **more: (phases.append(namespace.get(kind, name)), delete(kind, name, **more)),
+    )
+    die(namespace, WORKERS[1])
+    namespace.holds_pods = True
+    namespace.delete("pods", WORKERS[1])
+    namespace.get("pods", WORKERS[1])["metadata"]["deletionTimestamp"] = time_stamp(-61)
+    wait_until(lambda: namespace.forced)
+    assert phases[-1]["status"]["phase"] == "Failed"
     namespace.holds_pods = False
     namespace.run_pods(JOB)
     namespace.finish(JOB)

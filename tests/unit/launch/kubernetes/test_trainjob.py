@@ -199,7 +199,10 @@ def test_who_starts_jobs_may_create_them_and_who_collects_them_may_not():
     roles = {one["metadata"]["name"]: one["rules"] for one in documents if one["kind"] == "Role"}
     verbs = {}
     for binding in (one for one in documents if one["kind"] == "RoleBinding"):
-        (rule,) = roles[binding["roleRef"]["name"]]
+        rule, *others = roles[binding["roleRef"]["name"]]
+        assert [(one["resources"], one["verbs"]) for one in others] == [(["pods/status"], ["patch"])] * (
+            "create" in rule["verbs"]
+        )
         assert (rule["apiGroups"], rule["resources"]) == ([KIND.group], [KIND.plural])
         verbs |= {subject["name"]: set(rule["verbs"]) for subject in binding["subjects"]}
     assert verbs["pipeline-runner"] == verbs["kftrain-scheduled"] == {"create", "get", "list", "patch", "delete"}

@@ -1,0 +1,274 @@
+"""Launchers whose jobs lie with a scheduler, and go on when the launcher is gone: what those of Slurm and Ray share.
+
+A launcher that is killed leaves the job: the next one adopts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import ClassVar, Generic, TypeVar
+
+from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import to_log
+from kftrain.errors import FIRST_RETRYABLE_CODE, FailureClass, LaunchError, OtherJobError, Preempted, RetryableError
+from kftrain.launch.base import JobStatus
+from kftrain.launch.local import remove_temporary_files
+from kftrain.launch.spec import JobSpec
+from kftrain.process.signals import INTERRUPT, STOP, handle_signals
+from kftrain.run.error import read_error
+from kftrain.run.paths import RunPaths
+
+POLL_SECONDS = 2.0
+
+GOING_SECONDS = 1800
+"""Seconds that a job that was told to stop may take to commit and to go."""
+
+
+class SchedulerAwayError(LaunchError):
+    """The scheduler cannot be reached or is not well: it may be in a moment, and jobs go on meanwhile."""
+
+
+@dataclass(frozen=True)
+class ScheduledJob:
+    """A job of kftrain as its scheduler lists it."""
+
+    ended_states: ClassVar[frozenset[str]]
+    """Words for jobs that will not run again, and of which no process is left."""
+    cancelled_state: ClassVar[str]
+    """Word for those that somebody has ended."""
+
+    job_id: str
+    state: str
+    """The scheduler's word for it, such as `PENDING`."""
+    reason: str
+    """The scheduler's words about the state, such as why it waits."""
+    num_nodes: int
+    submitted_at: float
+    """Seconds since the epoch."""
+    run_uri: str
+    task: str
+    digest: str
+    """Digest of the configuration that the job was started for."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it will not run again, and none of its processes is left."""
+        return self.state in self.ended_states
+
+    @property
+    def title(self) -> str:
+        """Name of the job for people."""
+        return self.job_id
+
+    def belongs_to(self, run: str) -> bool:
+        """Tell whether it works on a run, named by its folder or its id."""
+        return self.run_uri == storage.absolute(run) if "/" in run else RunPaths(self.run_uri).run_id == run
+
+
+JobT = TypeVar("JobT", bound=ScheduledJob)
+
+
+@contextlib.contextmanager
+def tolerate_absence(deadline: float = math.inf) -> Iterator[None]:
+    """Run a block in which the scheduler may be away: until `deadline` (monotonic seconds) that is a warning."""
+    try:
+        yield
+    except SchedulerAwayError as error:
+        if time.monotonic() > deadline:
+            raise
+        to_log(f"warning: {error.line}")
+
+
+class SchedulerLauncher(ABC, Generic[JobT]):
+    """Runs the jobs of a run with a scheduler: a part of the protocol `Launcher`."""
+
+    scheduler_name: ClassVar[str]
+    """Name of the scheduler for people."""
+    submit_seconds: ClassVar[float] = math.inf
+    """Seconds for which the scheduler may refuse a job, or be away, before it is given up."""
+    forget_seconds: ClassVar[float] = 0.0
+    """Seconds for which the scheduler may not know a job that it was given."""
+
+    def __init__(self, config: Config) -> None:
+        self.interrupted = False
+        self._config = config
+
+    @abstractmethod
+    def _list_jobs(self, mine: bool = False) -> list[JobT]:
+        """List kftrain's jobs, those that have just ended too, the newest last; `mine`: those this user may follow."""
+
+    @abstractmethod
+    def _submit(self, spec: JobSpec, jobs: list[JobT]) -> str:
+        """Submit the next job of a task, which had `jobs` before; return its id."""
+
+    @abstractmethod
+    def _tell_to_end(self, job: JobT) -> None:
+        """Tell a job once to commit and to end."""
+
+    @abstractmethod
+    def _open_output(self, job: JobT) -> Callable[[], list[str]]:
+        """Return a function that returns the lines that the job has printed since its last call."""
+
+    @abstractmethod
+    def _read_code(self, job: JobT) -> int | None:
+        """Return the exit code of an ended job; None where a job that the scheduler has forgotten left none."""
+
+    @abstractmethod
+    def _make_status(self, job: JobT) -> JobStatus:
+        """Describe a job that has not ended."""
+
+    def _require_lead(self, spec: JobSpec) -> None:
+        """Raise FencedError once another launcher follows the job; where it cannot, do nothing."""
+
+    def _require_workers_alone(self, spec: JobSpec) -> None:
+        if spec.others:
+            raise LaunchError(
+                f"the {self._config.launch.backend} backend has workers alone",
+                where="launch.backend",
+                value=", ".join(role.name for role in spec.others),
+                fix="launch it with a backend that runs all of them: launch.backend=local",
+            )
+
+    def prepare(self, spec: JobSpec) -> None:
+        """Prepare nothing: a job that waits would hold its nodes."""
+
+    def close(self) -> None:
+        """Do nothing: no process is kept for another attempt."""
+
+    def run(self, spec: JobSpec) -> int:
+        """Submit or adopt a job, show its output, and return its exit code: see `Launcher.run`.
+
+        Raises OtherJobError where a job with another configuration is at work on the run.
+        """
+        self._require_workers_alone(spec)
+        with handle_signals((INTERRUPT, *STOP), self._on_signal):
+            job = self._submit_or_adopt(spec)
+            if job is not None:
+                return self._follow(job, spec)
+            with tolerate_absence():  # a job whose submission was not answered any more
+                self._end([job for job in self._list_task_jobs(spec) if job.digest == spec.config_digest])
+            return Preempted.exit_code
+
+    def clean(self, paths: RunPaths, job_id: str) -> list[str]:
+        """End the run's jobs of this user, and remove its temporary files: see `Launcher.clean`."""
+        return [*self._end(self._list_active(paths.uri, mine=True)), *remove_temporary_files(paths)]
+
+    def describe(self, run: str) -> list[JobStatus]:
+        """Return the status of the run's jobs, whoever has started them: see `Jobs.describe`."""
+        return [self._make_status(job) for job in self._list_active(run)]
+
+    def cancel(self, run: str) -> list[str]:
+        """End the run's jobs after a commit, and wait until they are gone: see `Jobs.cancel`."""
+        return self._end(self._require_active(run))
+
+    def _list_active(self, run: str, mine: bool = False) -> list[JobT]:
+        return [job for job in self._list_jobs(mine) if not job.has_ended and (not run or job.belongs_to(run))]
+
+    def _require_active(self, run: str) -> list[JobT]:
+        """List the jobs of a run that have not ended. Raises LaunchError where there are none."""
+        assert run, "no run would mean every run"
+        jobs = self._list_active(run)
+        if not jobs:
+            raise LaunchError(
+                f"this run has no job in {self.scheduler_name}", where=run, fix="kftrain runs says how it ended"
+            )
+        return jobs
+
+    def _list_task_jobs(self, spec: JobSpec) -> list[JobT]:
+        return [job for job in self._list_jobs(mine=True) if job.belongs_to(spec.run_uri) and job.task == spec.task]
+
+    def _submit_or_adopt(self, spec: JobSpec) -> JobT | None:
+        """Return the job of the task, new or not; None where this process was told to stop before."""
+        submitted, deadline = "", time.monotonic() + self.submit_seconds
+        while not self.interrupted:
+            with tolerate_absence(deadline):
+                jobs = self._list_task_jobs(spec)
+                active = [job for job in jobs if not job.has_ended or job.job_id == submitted]
+                if active:
+                    job = active[0]
+                    self._end([later for later in active[1:] if later.job_id == submitted])  # another one was faster
+                    if job.digest != spec.config_digest:
+                        raise OtherJobError("a job with another configuration works on this run", where=spec.run_uri)
+                    how = "" if job.job_id == submitted else " is there already: following it"
+                    to_log(f"job {job.job_id} of {self.scheduler_name}{how}: {spec.size}")
+                    return job
+                if not submitted:
+                    submitted = self._submit(spec, jobs)
+                    continue
+            time.sleep(POLL_SECONDS)
+        return None
+
+    def _follow(self, job: JobT, spec: JobSpec) -> int:
+        """Show the job's output until it has ended; return its exit code."""
+        read_lines, reason, known_at = self._open_output(job), "", time.monotonic()
+        while True:
+            self._require_lead(spec)
+            current: JobT | None = job
+            with tolerate_absence():
+                current = next((other for other in self._list_jobs(mine=True) if other.job_id == job.job_id), None)
+                if self.interrupted and current is not None and not current.has_ended:
+                    self._tell_to_end(current)
+            if current is not None:
+                job, known_at = current, time.monotonic()
+                before, reason = reason, job.reason if job.state == "PENDING" else ""
+                if reason not in ("", before):
+                    to_log(f"job {job.job_id} waits: {reason}")
+            with tolerate_absence():  # what it printed last is shown before it is judged
+                for line in read_lines():
+                    sys.stdout.write(f"{line}\n")
+                sys.stdout.flush()
+                code = self._read_code(job) if job.has_ended or current is None else None
+                if code is None and current is None and time.monotonic() - known_at >= self.forget_seconds:
+                    to_log(f"job {job.job_id}: {self.scheduler_name} does not know it any more")
+                    return RetryableError.exit_code
+                if code is not None:
+                    return self._judge(job, code)
+            time.sleep(POLL_SECONDS)
+
+    def _judge(self, job: JobT, code: int) -> int:
+        """Return the exit code of an ended job; the error that a worker left knows better what is for good."""
+        where = f"job {job.job_id} of {self.scheduler_name}"
+        if code and job.state == job.cancelled_state and not self.interrupted:
+            raise LaunchError("somebody cancelled the job", where=where, fix="resume the run").of_class(
+                FailureClass.DELETED
+            )
+        error = read_error(RunPaths(job.run_uri).error) if code else None
+        if error is not None and 0 < error.exit_code < FIRST_RETRYABLE_CODE:
+            return error.exit_code
+        if 0 < code < FIRST_RETRYABLE_CODE:
+            raise LaunchError("the job failed before its workers began", where=where, value=job.reason[-300:])
+        return code
+
+    def _end(self, jobs: list[JobT]) -> list[str]:
+        """End jobs after a commit, and wait until they have ended; return their names."""
+        return self._tell_until(jobs, self._tell_to_end, lambda job: job.has_ended)
+
+    def _tell_until(self, jobs: list[JobT], tell: Callable[[JobT], None], is_done: Callable[[JobT], bool]) -> list[str]:
+        """Tell jobs what to do until all have done it or have ended; return their names.
+
+        Again and again: a job may begin to run, or be requeued, between a look and the command.
+        """
+        numbers, deadline = {job.job_id for job in jobs}, time.monotonic() + GOING_SECONDS
+        while numbers:
+            left = [job for job in self._list_jobs() if job.job_id in numbers and not (job.has_ended or is_done(job))]
+            if not left:
+                break
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    "the job was told to stop, and does not", where=f"{left[0].title} of {self.scheduler_name}"
+                )
+            for job in left:
+                tell(job)
+            time.sleep(POLL_SECONDS)
+        return [job.title for job in jobs]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
