@@ -52,6 +52,10 @@ class FrameKind(IntEnum):
     """The same process of a worker is there again, over another connection; answered by POSITION."""
     EXPEL = 11
     """The worker has died, says another one: nobody waits for it. Answered by POSITION."""
+    SAVE = 20
+    """Write the tables beside the checkpoint of step `clock` and attempt `sequence`; answered by POSITION."""
+    LOAD = 21
+    """Forget everything, and take the tables of that checkpoint; of none where `clock` is 0. Answered by POSITION."""
 
 
 @dataclass(frozen=True)

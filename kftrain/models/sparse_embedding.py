@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -18,6 +19,16 @@ class TableSource(Protocol):
 
     def push(self, table: str, keys: NDArray[np.int64], gradients: NDArray[np.float32]) -> None:
         """Take gradients (keys, dim) of distinct keys."""
+
+
+@dataclass
+class _Pass:
+    """What a module keeps of its forward passes until the push."""
+
+    pulled: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Keys and rows of each batch."""
+    gradients: tuple[Tensor, Tensor] | None = None
+    """Distinct keys, and the sums of their gradients."""
 
 
 class SparseEmbedding(nn.Module):
@@ -38,7 +49,8 @@ class SparseEmbedding(nn.Module):
         self.dim = dim
         self.combiner = combiner
         self._source: TableSource | None = None
-        self._pulled: list[tuple[Tensor, Tensor]] = []
+        # In an object of its own: what a dry run compares of a module is numbers and lists of them.
+        self._pass = _Pass()
 
     def attach(self, source: TableSource) -> None:
         """Read rows from there from now on."""
@@ -51,21 +63,35 @@ class SparseEmbedding(nn.Module):
         weights = torch.from_numpy(self._source.pull(self.table, keys.cpu().numpy())).to(ids.device)
         if self.training and torch.is_grad_enabled():
             weights.requires_grad_()
-            self._pulled.append((keys, weights))
+            self._pass.pulled.append((keys, weights))
         # Positions among the pulled rows in place of ids: the gradient is that of the rows, and as sparse as theirs.
         return nn.functional.embedding_bag(places, weights, offsets, mode=self.combiner, sparse=True)
 
-    def push_gradients(self) -> None:
-        """Push the gradients of all batches since the last time, summed over them in their order."""
-        assert self._source is not None, "no table is attached"
-        parts = [(keys, weights.grad.coalesce()) for keys, weights in self._pulled if weights.grad is not None]
-        self._pulled.clear()
+    def sum_gradients(self) -> float:
+        """Sum the gradients of all batches since the last push by key, in the order of the batches.
+
+        Returns the sum of all numbers: it is finite where they are.
+        """
+        pulled = self._pass.pulled
+        parts = [(keys, weights.grad.coalesce()) for keys, weights in pulled if weights.grad is not None]
+        pulled.clear()
         if not parts:
-            return
+            return 0.0
         keys, places = torch.unique(torch.cat([keys[part.indices()[0]] for keys, part in parts]), return_inverse=True)
         total = torch.zeros(len(keys), self.dim, device=keys.device)
         total.index_add_(0, places, torch.cat([part.values() for _, part in parts]))
-        self._source.push(self.table, keys.cpu().numpy(), total.cpu().numpy())
+        self._pass.gradients = keys, total
+        return float(total.sum())
+
+    def push_gradients(self, is_skipped: bool = False) -> None:
+        """Push the summed gradients of all batches since the last time; drop them where the step `is_skipped`."""
+        assert self._source is not None, "no table is attached"
+        if self._pass.pulled:
+            self.sum_gradients()
+        if self._pass.gradients is not None and not is_skipped:
+            keys, total = self._pass.gradients
+            self._source.push(self.table, keys.cpu().numpy(), total.cpu().numpy())
+        self._pass.gradients = None
 
     def extra_repr(self) -> str:
         """Describe it, for `print`."""
@@ -74,15 +100,16 @@ class SparseEmbedding(nn.Module):
 
 def attach_tables(model: nn.Module, source: TableSource) -> None:
     """Give every `SparseEmbedding` of a model its table."""
-    for module in _find_embeddings(model):
+    for module in find_embeddings(model):
         module.attach(source)
 
 
 def push_sparse_gradients(model: nn.Module) -> None:
     """Push the gradients of every `SparseEmbedding` of a model, where its optimizer makes its step."""
-    for module in _find_embeddings(model):
+    for module in find_embeddings(model):
         module.push_gradients()
 
 
-def _find_embeddings(model: nn.Module) -> list[SparseEmbedding]:
+def find_embeddings(model: nn.Module) -> list[SparseEmbedding]:
+    """List the modules of a model that have a table."""
     return [module for module in model.modules() if isinstance(module, SparseEmbedding)]

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from kftrain.core.frames import Frame, FrameKeys, FrameKind, FrameValues
+from kftrain.core.ring import Ring
 from kftrain.remote_parameters.link import Link, ServerAddress
-from kftrain.remote_parameters.ring import Ring
 
 PATIENCE_SECONDS = 60.0
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kftrain.server.optimizers import RowOptimizer
 from kftrain.server.rows import Keys, RowStore, mix_bits
+from kftrain.server.settings import TableConfig
 
 Floats = NDArray[np.float32]
 
@@ -45,6 +46,12 @@ class TableSpec:
     initial_scale: float = 0.01
     num_sightings: int = 1
     expiry_steps: int = 0
+
+
+def build_spec(config: TableConfig, seed: int) -> TableSpec:
+    """Build the spec of a table of a run with this seed."""
+    values = config.model_dump(exclude={"optimizer", "learning_rate"})
+    return TableSpec(seed=seed, **values)
 
 
 def draw_initial_weights(spec: TableSpec, keys: Keys) -> Floats:
@@ -115,7 +122,11 @@ class RowTable:
 
     def snapshot(self) -> dict[str, NDArray[np.void]]:
         """Copy rows and candidates. With `num_updates` they are the whole state."""
-        return {"rows": self._rows.live.copy(), "candidates": self._candidates.live.copy()}
+        return {name: rows.copy() for name, rows in self.view().items()}
+
+    def view(self) -> dict[str, NDArray[np.void]]:
+        """Return rows and candidates as they lie in memory, until the next update."""
+        return {"rows": self._rows.live, "candidates": self._candidates.live}
 
     def load(self, num_updates: int, rows: NDArray[np.void], candidates: NDArray[np.void]) -> None:
         """Take a snapshot into an empty table."""

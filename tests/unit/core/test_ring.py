@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.remote_parameters.ring import Ring
+from kftrain.core.ring import Ring
 
 pytestmark = pytest.mark.timeout(60)
 
