@@ -94,9 +94,9 @@ def _write_table(checkpoint_uri: str, spec: TableSpec, num_servers: int, uri: st
     with storage.simplify_errors(uri, "the export could not be written"), storage.open_write(uri) as stream:
         hashing = HashingStream(stream)
         hashing.write(tensor_files.encode_header(forms))
-        hashing.write(memoryview(all_keys[order]).cast("B"))
+        hashing.write(all_keys[order].data.cast("B"))
         for start in range(0, len(order), PIECE_ROWS):
-            hashing.write(memoryview(all_weights[order[start : start + PIECE_ROWS]]).cast("B"))
+            hashing.write(all_weights[order[start : start + PIECE_ROWS]].data.cast("B"))
     return hashing.entry
 
 
@@ -122,7 +122,7 @@ def read_tables(uri: str, files: Mapping[str, FileEntry]) -> StoredTables:
 def _read_table(uri: str, name: str, entry: FileEntry, dim: int) -> tuple[Keys, Floats]:
     where = storage.join(uri, name)
     content = _open_bytes(uri, name, entry)
-    tensors = tensor_files.read_header(_make_reader(memoryview(content)), entry.bytes, where)
+    tensors = tensor_files.read_header(_make_reader(content.data), entry.bytes, where)
     forms = {key: (stored.form.dtype, stored.form.shape) for key, stored in tensors.items()}
     num_rows = forms["keys"][1][0] if "keys" in forms and len(forms["keys"][1]) == 1 else 0
     if forms != {"keys": (torch.int64, (num_rows,)), "weights": (torch.float32, (num_rows, dim))}:

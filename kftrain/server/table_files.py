@@ -99,7 +99,7 @@ def _write_array(uri: str, rows: NDArray[np.void]) -> dict[str, Any]:
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(rows))
     digest, num_bytes = hashlib.sha256(), 0
     with storage.open_write(uri) as stream:
-        pieces = (memoryview(rows[start : start + PIECE_ROWS]).cast("B") for start in range(0, len(rows), PIECE_ROWS))
+        pieces = (rows[start : start + PIECE_ROWS].view(np.uint8).data for start in range(0, len(rows), PIECE_ROWS))
         for piece in (memoryview(header.getvalue()), *pieces):
             stream.write(piece)
             digest.update(piece)

@@ -75,4 +75,5 @@ def weigh_ids(ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the teacher's weight of each id, between -1 and 1."""
     bits = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return (bits >> np.uint64(11)).astype(np.float64) / 2**52 - 1
+    weights: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) / 2**52 - 1
+    return weights
