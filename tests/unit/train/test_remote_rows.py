@@ -11,7 +11,7 @@ from torch import nn
 
 from kftrain.checkpoint.export import load_export
 from kftrain.core import storage
-from kftrain.errors import CheckpointError, ConfigError, DivergedError, Preempted
+from kftrain.errors import CheckpointError, ConfigError, DivergedError, Preempted, UserCodeError
 from kftrain.models.click_network import ClickNetwork
 from kftrain.registry.pyfunc_loader import ExportedModel
 from kftrain.run import commit, documents
@@ -131,7 +131,7 @@ def test_what_was_done_after_the_cut_is_forgotten_by_servers_that_live_on(prepar
     train(whole, monkeypatch, tmp_path)
     paths, resolved = prepare(run_id="lost")
     with clicks.serving(paths, resolved, monkeypatch, tmp_path):
-        with pytest.raises(RuntimeError, match="lost"), monkeypatch.context() as patch:
+        with pytest.raises(UserCodeError, match="lost"), monkeypatch.context() as patch:
             patch.setattr(ClickPrediction, "loss", fail_after(7, ClickPrediction.loss))
             in_process.train(paths, resolved, monkeypatch)
         assert commit.find_last_step(paths) == 4
