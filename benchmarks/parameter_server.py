@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from kftrain.remote_parameters.client import RemoteTables
 from kftrain.remote_parameters.link import ServerAddress
@@ -44,6 +45,7 @@ def measure_memory(num_rows):
 
 
 def run_server(folder, pipe):
+    torch.set_num_threads(1)  # a part of a push is too small for two
     state = ServerState([RowTable(TableSpec("t", DIM, 0), RowSgd(0.1), folder)], 0)
     server = Server(state, folder, SECRET)
     server.start()

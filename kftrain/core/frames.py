@@ -7,6 +7,7 @@ it; sizes are bounded before memory is taken for them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hmac
 import os
 import socket
@@ -24,8 +25,17 @@ MAGIC = b"kft1"
 MAX_BODY_BYTES = 2**30
 HANDSHAKE_SECONDS = 10.0
 
+PART_BYTES = 2**21
+"""Bytes of rows after which a new frame begins, so that one end works on a part while the next one travels."""
+
 FrameKeys = NDArray[np.int64]
 FrameValues = NDArray[np.float32]
+
+
+def split_rows(num_rows: int, dim: int) -> list[slice]:
+    """Split rows of `dim` numbers into the parts that travel as a frame each; there is one at least."""
+    num_part_rows = max(1, PART_BYTES // (4 * dim))
+    return [slice(start, start + num_part_rows) for start in range(0, max(1, num_rows), num_part_rows)]
 
 
 class FrameKind(IntEnum):
@@ -35,9 +45,10 @@ class FrameKind(IntEnum):
     """A new process of a worker is there, which knows nothing of a step that an earlier one began; answered by
     POSITION: the worker's last sequence and its clock."""
     PULL = 2
-    """Read the keys' weights as of `clock`; answered by WEIGHTS once the clock rule allows it."""
+    """Read the keys' weights as of `clock`; answered, once the clock rule allows it, by a WEIGHTS for each part of
+    `split_rows`, whose `clock` tells how many steps all living workers have finished."""
     PUSH = 3
-    """Gradients of distinct keys, `values` (keys, dim). Not answered: the FINISH behind it is."""
+    """Gradients of distinct keys, `values` (keys, dim); several in a step are summed. Not answered: the FINISH is."""
     FINISH = 4
     """The worker's step `clock` is over; answered by POSITION when all up to it is safe."""
     LEAVE = 5
@@ -127,7 +138,6 @@ class FrameSocket:
         self._connection = connection
         self._peer = peer
         self._header = bytearray(HEADER.size)
-        self._body = bytearray(0)
 
     def send(self, frame: Frame) -> None:
         """Send a frame. Raises LostPeerError where the other end is gone."""
@@ -142,8 +152,8 @@ class FrameSocket:
         except OSError as error:
             raise self._lose(f"the connection broke: {error}") from error
 
-    def receive(self) -> Frame:
-        """Wait for a frame; its arrays are views of memory that the next call reuses.
+    def receive(self, values_memory: FrameValues | None = None) -> Frame:
+        """Wait for a frame. Its values lie in `values_memory` if that has room, else in memory of their own.
 
         Raises LostPeerError where the other end is gone, or sends what is no frame.
         """
@@ -151,11 +161,14 @@ class FrameSocket:
         header = decode_header(self._header)
         if header is None:
             raise self._lose("something else than a frame came, or one that is too large")
-        if header.body_bytes > len(self._body):
-            self._body = bytearray(header.body_bytes)
-        body = memoryview(self._body)[: header.body_bytes]
-        self._fill(body)
-        return header.read_body(body)
+        keys = np.empty(header.num_keys, np.int64)
+        if values_memory is None or values_memory.size < header.num_values:
+            values_memory = np.empty(header.num_values, np.float32)
+        values = values_memory[: header.num_values]
+        for array in (keys, values):
+            if array.size:
+                self._fill(memoryview(array).cast("B"))
+        return dataclasses.replace(header.frame, keys=keys, values=values)
 
     def authenticate(self, secret: bytes, is_server: bool) -> None:
         """Prove to the other end that this one knows the secret, and have it prove the same, before any frame.
@@ -164,7 +177,7 @@ class FrameSocket:
 
         Raises ConfigError if the other end has another secret.
         """
-        self._connection.settimeout(HANDSHAKE_SECONDS)
+        self._limit_waits(HANDSHAKE_SECONDS)
         ours, theirs = os.urandom(32), memoryview(bytearray(32))
         self._send_bytes(ours)
         self._fill(theirs)
@@ -176,7 +189,7 @@ class FrameSocket:
         if not hmac.compare_digest(proofs[1], theirs):
             self.close()
             raise ConfigError("the other end has another secret than this run's", where=self._peer)
-        self._connection.settimeout(None)
+        self._limit_waits(None)
 
     def close(self) -> None:
         """Close the connection; whoever waits in `receive` gets LostPeerError."""
@@ -187,6 +200,12 @@ class FrameSocket:
     def _lose(self, what: str) -> LostPeerError:
         self.close()
         return LostPeerError(what, where=self._peer)
+
+    def _limit_waits(self, seconds: float | None) -> None:
+        try:
+            self._connection.settimeout(seconds)
+        except OSError as error:  # another thread has closed it
+            raise self._lose(f"the connection is closed: {error}") from error
 
     def _send_bytes(self, content: bytes) -> None:
         try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from kftrain.core.frames import Frame, FrameKeys, FrameKind, FrameValues
+from kftrain.core.frames import Frame, FrameKeys, FrameKind, FrameValues, split_rows
 from kftrain.core.ring import Ring
 from kftrain.remote_parameters.link import Link, ServerAddress
 
@@ -26,6 +27,10 @@ class RemoteTables:
         worker: The number of this worker.
         secret: What all processes of the run know.
         patience_seconds: How long a server may be away before LostPeerError is raised.
+        max_ahead: The servers' clock rule, which every read is held against; None where there is none.
+
+    Attributes:
+        staleness: How many steps the slowest living worker was behind the step that was read for -> reads.
     """
 
     def __init__(
@@ -35,7 +40,10 @@ class RemoteTables:
         worker: int,
         secret: bytes,
         patience_seconds: float = PATIENCE_SECONDS,
+        max_ahead: int | None = None,
     ) -> None:
+        self.staleness: Counter[int] = Counter()
+        self._max_ahead = max_ahead
         self._dims = dict(dims)
         self._numbers = {name: number for number, name in enumerate(dims)}
         self._worker = worker
@@ -66,9 +74,11 @@ class RemoteTables:
     def push(self, table: str, keys: FrameKeys, gradients: FrameValues) -> None:
         """Send gradients (keys, dim) of distinct keys, to be applied once; leave both alone until `finish_step`."""
         for link, places in self._split_by_owner(keys):
+            owned_keys, owned_gradients = keys[places], np.ascontiguousarray(gradients[places])
             # Without keys too: a table counts its updates, and the step of Adam is the same on all servers.
-            values = np.ascontiguousarray(gradients[places]).reshape(-1)
-            link.push(Frame(FrameKind.PUSH, self._numbers[table], keys=keys[places], values=values))
+            for part in split_rows(len(owned_keys), self._dims[table]):
+                values = owned_gradients[part].reshape(-1)
+                link.push(Frame(FrameKind.PUSH, self._numbers[table], keys=owned_keys[part], values=values))
 
     def finish_step(self) -> None:
         """End the step on all servers, and wait until they have acknowledged what was pushed."""
@@ -101,7 +111,8 @@ class RemoteTables:
         self._reader.shutdown(cancel_futures=True)
 
     def _read(self, lane: int, table: str, keys: FrameKeys, clock: int) -> FrameValues:
-        weights = np.empty((len(keys), self._dims[table]), np.float32)
+        dim = self._dims[table]
+        weights = np.empty((len(keys), dim), np.float32)
         requests = []
         for link, places in self._split_by_owner(keys):
             frame = Frame(FrameKind.PULL, self._numbers[table], self._worker, clock=clock, keys=keys[places])
@@ -109,8 +120,17 @@ class RemoteTables:
                 link.start_read(lane, frame)
                 requests.append((link, places, frame))
         for link, places, frame in requests:
-            weights[places] = link.finish_read(lane, frame).values.reshape(frame.keys.size, -1)
+            is_whole = isinstance(places, slice)
+            owned_weights = weights if is_whole else np.empty((frame.keys.size, dim), np.float32)
+            self._note_staleness(clock, link.finish_read(lane, frame, owned_weights))
+            if not is_whole:
+                weights[places] = owned_weights
         return weights
+
+    def _note_staleness(self, clock: int, finished: int) -> None:
+        staleness = max(0, clock - finished)
+        assert self._max_ahead is None or staleness <= self._max_ahead, f"a read is {staleness} steps behind"
+        self.staleness[staleness] += 1
 
     def _split_by_owner(self, keys: FrameKeys) -> list[tuple[Link, FrameKeys | slice]]:
         if len(self._links) == 1:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kftrain.core.frames import Frame, FrameKind, FrameSocket
+from kftrain.core.frames import Frame, FrameKind, FrameSocket, FrameValues, split_rows
 from kftrain.errors import LostPeerError, RetryableError
 
 Answer = TypeVar("Answer")
@@ -74,9 +74,12 @@ class Link:
             except LostPeerError:
                 self._reads[lane] = None
 
-    def finish_read(self, lane: int, frame: Frame) -> Frame:
-        """Return the answer to the frame of `start_read`; its arrays are valid until the lane's next one."""
-        return self._persist(lambda: self._receive_weights(lane, frame))
+    def finish_read(self, lane: int, frame: Frame, weights: FrameValues) -> int:
+        """Put the answer to the frame of `start_read` into `weights` (keys, dim).
+
+        Returns how many steps all living workers had finished at the oldest of its parts.
+        """
+        return self._persist(lambda: self._receive_weights(lane, frame, weights))
 
     def expel(self, worker: int) -> None:
         """Have the server wait for a dead worker no longer. Between two steps of this one."""
@@ -149,20 +152,26 @@ class Link:
             self._changes = None
             raise
 
-    def _receive_weights(self, lane: int, frame: Frame) -> Frame:
+    def _receive_weights(self, lane: int, frame: Frame, weights: FrameValues) -> int:
         connection = self._reads[lane]
         if connection is None:
             connection = self._connect()
             connection.send(frame)
             self._reads[lane] = connection
         try:
-            return self._require_answer(connection, FrameKind.WEIGHTS)
+            finished = []
+            for part in split_rows(*weights.shape):
+                memory = weights[part].reshape(-1)
+                answer = self._require_answer(connection, FrameKind.WEIGHTS, memory)
+                assert answer.values.size == memory.size, "weights of other keys"
+                finished.append(answer.clock)
+            return min(finished)
         except LostPeerError:
             self._reads[lane] = None
             raise
 
-    def _require_answer(self, connection: FrameSocket, kind: FrameKind) -> Frame:
-        answer = connection.receive()
+    def _require_answer(self, connection: FrameSocket, kind: FrameKind, memory: FrameValues | None = None) -> Frame:
+        answer = connection.receive(memory)
         if answer.kind is FrameKind.REFUSAL:
             connection.close()
             fix = "its log says why"

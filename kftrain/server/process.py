@@ -11,6 +11,7 @@ import os
 import socket
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,13 @@ class RunServer(Server):
         self._log.close()
         self._log: Any = _NoLog()
 
-    def _answer(self, frame: Frame) -> Frame | None:
-        if frame.kind not in (FrameKind.SAVE, FrameKind.LOAD):
-            return super()._answer(frame)
+    def _answer(self, frame: Frame) -> Iterator[Frame]:
+        if frame.kind in (FrameKind.SAVE, FrameKind.LOAD):
+            yield self._save_or_load(frame)
+        else:
+            yield from super()._answer(frame)
+
+    def _save_or_load(self, frame: Frame) -> Frame:
         uri = storage.join(self._paths.checkpoints, str(CheckpointName(frame.clock, frame.sequence)))
         with self._changed:
             try:

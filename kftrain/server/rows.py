@@ -25,6 +25,9 @@ DELETED = -2
 MAX_LOAD = 0.8
 """Share of slots that may be used, deleted ones included; double hashing needs five looks for an absent key then."""
 
+NUM_REMEMBERED = 64
+"""Arrays of keys whose rows are remembered between a read and the update that follows it."""
+
 REBUILD_ROWS = 65_536
 """Rows that are put into a new index at a time."""
 
@@ -62,6 +65,7 @@ class RowStore:
         self._num_rows = 0
         self._slots = np.full(1024, EMPTY, np.int32)
         self._num_used_slots = 0
+        self._memory: dict[tuple[int, int, int], tuple[Keys, NDArray[np.int64]]] = {}
 
     def __len__(self) -> int:
         return self._num_rows
@@ -80,6 +84,24 @@ class RowStore:
         """Return the row number of each key, -1 where there is none."""
         return self._locate(keys)[0]
 
+    def remember(self, keys: Keys, numbers: NDArray[np.int64]) -> None:
+        """Keep what `find` returned, for who reads rows is about to change them; both arrays stay as they are."""
+        if keys.size:
+            if len(self._memory) >= NUM_REMEMBERED:
+                self._memory.pop(next(iter(self._memory)))
+            self._memory[keys.size, int(keys[0]), int(keys[-1])] = (keys, numbers)
+
+    def recall(self, keys: Keys) -> NDArray[np.int64]:
+        """Return what `find` does, from memory where these keys are there; it is forgotten then."""
+        name = (keys.size, int(keys[0]), int(keys[-1])) if keys.size else (0, 0, 0)
+        asked_keys, numbers = self._memory.pop(name, (None, None))
+        if asked_keys is None or numbers is None or not np.array_equal(asked_keys, keys):
+            return self.find(keys)
+        is_absent = numbers < 0
+        if is_absent.any():  # it may have come meanwhile; a row that was there has kept its number
+            numbers[is_absent] = self.find(keys[is_absent])
+        return numbers
+
     def insert(self, keys: Keys) -> NDArray[np.int64]:
         """Append a row of zeros for each of these distinct absent keys; return their numbers."""
         numbers = np.arange(self._num_rows, self._num_rows + len(keys))
@@ -94,6 +116,7 @@ class RowStore:
 
     def remove(self, keys: Keys) -> None:
         """Remove the rows of these distinct present keys; the last rows move into their places."""
+        self._memory.clear()
         removed, slots = self._locate(keys)
         assert (removed >= 0).all(), "a row to remove is absent"
         self._slots[slots] = DELETED

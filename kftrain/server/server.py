@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from kftrain.core import storage
-from kftrain.core.frames import MAX_BODY_BYTES, Frame, FrameKind, FrameSocket
+from kftrain.core.frames import Frame, FrameKind, FrameSocket, split_rows
 from kftrain.errors import CheckpointError, ConfigError, LostPeerError
-from kftrain.server.clock import may_begin
+from kftrain.server.clock import count_finished, may_begin
 from kftrain.server.log import FrameLog, replay
 from kftrain.server.state import RECORDED, ServerState
 
@@ -41,6 +42,7 @@ class Server:
         for frame in replay(log_path):
             state.apply(frame)
         self._log = FrameLog(log_path)
+        self._readable_position = 0  # bytes of the log that have to be safe for what the tables hold to be read
         self._changed = threading.Condition()
         self._is_stopped = False
         self._sockets: set[FrameSocket] = set()
@@ -85,11 +87,11 @@ class Server:
                 connection.close()
         try:
             connection.authenticate(self._secret, is_server=True)
-            while (answer := self._answer(connection.receive())) is not None:
-                if answer.kind is not FrameKind.PUSH:
+            is_refused = False
+            while not (is_refused or self._is_stopped):
+                for answer in self._answer(connection.receive()):
                     connection.send(answer)
-                if answer.kind is FrameKind.REFUSAL:
-                    break
+                    is_refused = answer.kind is FrameKind.REFUSAL
         except (LostPeerError, ConfigError) as error:
             if not self._is_stopped:
                 logger.info("a worker's connection ended: %s", error)
@@ -98,31 +100,36 @@ class Server:
                 self._sockets.discard(connection)
             connection.close()
 
-    def _answer(self, frame: Frame) -> Frame | None:
-        """Do what a frame asks for. A PUSH is returned as it came, for it is not answered; None once stopped."""
+    def _answer(self, frame: Frame) -> Iterator[Frame]:
+        """Do what a frame asks for and yield the answers: none to a PUSH, none once stopped."""
         if frame.kind is FrameKind.PULL:
-            return self._pull(frame)
-        if frame.kind is FrameKind.SNAPSHOT:
-            return self._write_snapshot(frame)
-        if frame.kind in RECORDED:
-            return self._record(frame)
-        if frame.kind is FrameKind.RESUME:
-            return self._resume(frame)
-        return self._refuse(frame, "it is no request")
+            yield from self._pull(frame)
+        elif frame.kind is FrameKind.SNAPSHOT:
+            yield self._write_snapshot(frame)
+        elif frame.kind in RECORDED:
+            answer = self._record(frame)
+            if answer is not None:
+                yield answer
+        elif frame.kind is FrameKind.RESUME:
+            yield self._resume(frame)
+        else:
+            yield self._refuse(frame, "it is no request")
 
-    def _record(self, frame: Frame) -> Frame:
+    def _record(self, frame: Frame) -> Frame | None:
         with self._changed:
             if flaw := self._state.find_flaw(frame):
                 return self._refuse(frame, flaw)
             # Logged before it is applied, under one lock: a replay applies the same frames in the same order.
             # One that comes again may not have been synced the first time: its acknowledgement waits all the same.
-            position = self._log.num_bytes if self._state.is_old(frame) else self._log.append(frame)
+            log = self._log
+            position = log.num_bytes if self._state.is_old(frame) else log.append(frame)
             self._state.apply(frame)
+            if frame.kind is FrameKind.PUSH:
+                return None
+            self._readable_position = position
             self._changed.notify_all()
             answer = self._describe_position(frame.worker)
-        if frame.kind is FrameKind.PUSH:
-            return frame
-        self._log.sync(position)
+        log.sync(position)
         return answer
 
     def _resume(self, frame: Frame) -> Frame:
@@ -131,18 +138,25 @@ class Server:
                 return self._describe_position(frame.worker)
         return self._refuse(frame, "it has not joined, or was expelled")
 
-    def _pull(self, frame: Frame) -> Frame | None:
+    def _pull(self, frame: Frame) -> Iterator[Frame]:
         state = self._state
         if frame.table >= len(state.tables):
-            return self._refuse(frame, f"there is no table {frame.table}")
-        if frame.keys.size * state.tables[frame.table].spec.dim * 4 > MAX_BODY_BYTES:
-            return self._refuse(frame, "more weights than a frame may hold")
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or may_begin(state.clocks, frame.clock, state.max_ahead))
-            if self._is_stopped:
-                return None
-            weights = state.tables[frame.table].read(frame.keys)
-        return Frame(FrameKind.WEIGHTS, frame.table, frame.worker, values=weights)
+            yield self._refuse(frame, f"there is no table {frame.table}")
+            return
+        table = state.tables[frame.table]
+        for part in split_rows(len(frame.keys), table.spec.dim):
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_stopped or may_begin(state.clocks, frame.clock, state.max_ahead)
+                )
+                if self._is_stopped:
+                    return
+                finished = count_finished(state.clocks) if state.clocks else frame.clock
+                log, position = self._log, self._readable_position
+                weights = table.read(frame.keys[part])
+            # Nobody reads what a crash may take back: a later read would see an older row.
+            log.sync(position)
+            yield Frame(FrameKind.WEIGHTS, frame.table, frame.worker, clock=finished, values=weights)
 
     def _write_snapshot(self, frame: Frame) -> Frame:
         with self._changed:
@@ -151,6 +165,7 @@ class Server:
             if frame.clock not in list_snapshots(self._folder):  # it may be asked for again after a lost connection
                 self._state.write_snapshot(self._folder / f"snapshot-{frame.clock}")
                 log, self._log = self._log, FrameLog(self._folder / f"frames-{frame.clock}.log")
+                self._readable_position = 0
                 log.close()
         return Frame(FrameKind.POSITION, clock=frame.clock)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,7 +29,11 @@ class ServerState:
     Args:
         tables: The tables, by their numbers.
         max_ahead: The clock rule's; at 0 the gradients of a step are summed over the workers, in their order, and make
-            one update when the last worker has finished the step. Else each push is an update at once.
+            one update when the last worker has finished the step. Else what a worker pushed in a step is one update
+            when it has finished the step.
+
+    Under every rule a worker's step is in the tables as a whole or not at all: of one who is expelled in the middle of
+    a step, or begins anew, nothing of that step stays, so that whoever does the step again does it once.
     """
 
     def __init__(self, tables: Sequence[RowTable], max_ahead: int | None) -> None:
@@ -65,7 +70,8 @@ class ServerState:
         else:
             self.sequences[frame.worker] = frame.sequence
         if frame.kind is FrameKind.PUSH:
-            self._add_push(frame)
+            # The clock is the step's, for a worker may push for the next step before the slowest has ended this one.
+            self._waiting.append(dataclasses.replace(frame, clock=self.clocks[frame.worker]))
             return
         if frame.kind is FrameKind.JOIN:
             self.clocks.setdefault(frame.worker, count_finished(self.clocks))
@@ -89,27 +95,26 @@ class ServerState:
         is_distinct = (frame.keys[1:] > frame.keys[:-1]).all() or np.unique(frame.keys).size == frame.keys.size
         return "" if is_distinct else "a key comes twice in a push"
 
-    def _add_push(self, frame: Frame) -> None:
-        table = self.tables[frame.table]
-        if self.max_ahead != 0:
-            table.update(frame.keys, frame.values.reshape(-1, table.spec.dim))
-            return
-        # The clock is the step's, for a worker may be pushing for the next step before the slowest has ended this one.
-        where = (frame.kind, frame.table, frame.worker, frame.sequence, self.clocks[frame.worker])
-        self._waiting.append(Frame(*where, frame.keys.copy(), frame.values.copy()))
-
     def _update_finished_steps(self) -> None:
-        finished = count_finished(self.clocks)
-        is_last = not self.clocks  # the last worker has left: nobody will add to what it did
-        due = [frame for frame in self._waiting if is_last or frame.clock < finished]
-        self._waiting = [frame for frame in self._waiting if not is_last and frame.clock >= finished]
         groups = defaultdict(list)
-        for frame in due:
-            groups[frame.clock, frame.table].append(frame)
-        for (_, number), frames in sorted(groups.items()):
+        still_waiting = []
+        for frame in self._waiting:
+            if self._is_due(frame):
+                worker = 0 if self.max_ahead == 0 else frame.worker
+                groups[frame.clock, worker, frame.table].append(frame)
+            else:
+                still_waiting.append(frame)
+        self._waiting = still_waiting
+        for (_, _, number), frames in sorted(groups.items()):
             frames.sort(key=lambda frame: (frame.worker, frame.sequence))
             table = self.tables[number]
-            table.update(*sum_pushes(frames, table.spec.dim))
+            table.update_in_parts(sum_pushes(frames, table.spec.dim))
+
+    def _is_due(self, frame: Frame) -> bool:
+        clocks = self.clocks
+        if self.max_ahead == 0:  # the last worker has left where nobody lives: nobody will add to what it did
+            return not clocks or frame.clock < count_finished(clocks)
+        return frame.worker not in clocks or frame.clock < clocks[frame.worker]
 
     @property
     def is_between_steps(self) -> bool:
@@ -139,12 +144,13 @@ class ServerState:
         self.sequences.update(document["sequences"])
 
 
-def sum_pushes(frames: Sequence[Frame], dim: int) -> tuple[FrameKeys, FrameValues]:
-    """Sum gradients of several pushes, in their order, to (keys, gradients (keys, dim))."""
-    if len(frames) == 1:
-        return frames[0].keys, frames[0].values.reshape(-1, dim)
-    keys = np.unique(np.concatenate([frame.keys for frame in frames]))
+def sum_pushes(frames: Sequence[Frame], dim: int) -> list[tuple[FrameKeys, FrameValues]]:
+    """Sum gradients of several pushes, in their order, to parts (keys, gradients (keys, dim)) without a common key."""
+    all_keys = np.concatenate([frame.keys for frame in frames])
+    if len(frames) == 1 or (all_keys[1:] > all_keys[:-1]).all():
+        return [(frame.keys, frame.values.reshape(-1, dim)) for frame in frames]
+    keys = np.unique(all_keys)
     total = np.zeros((len(keys), dim), np.float32)
     for frame in frames:
         total[np.searchsorted(keys, frame.keys)] += frame.values.reshape(-1, dim)
-    return keys, total
+    return [(keys, total)]

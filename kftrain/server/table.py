@@ -7,6 +7,7 @@ table and key alone; so reading needs no record, and no order of arrival decides
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -89,6 +90,7 @@ class RowTable:
     def read(self, keys: Keys) -> Floats:
         """Read the weights (keys, dim) of any keys, duplicates included."""
         numbers = self._rows.find(keys)
+        self._rows.remember(keys, numbers)
         is_new = numbers < 0
         if not is_new.any():
             return self._weights[numbers]
@@ -106,19 +108,28 @@ class RowTable:
 
     def update(self, keys: Keys, gradients: Floats) -> None:
         """Make one update of the table with gradients (keys, dim) of distinct keys, then remove what has expired."""
+        self.update_in_parts([(keys, gradients)])
+
+    def update_in_parts(self, parts: Sequence[tuple[Keys, Floats]]) -> None:
+        """Make one update of the table with several arrays of keys and gradients; no key comes twice in them all."""
         self.num_updates += 1
+        for keys, gradients in parts:
+            self._update_rows(keys, gradients)
+        self._expire()
+
+    def _update_rows(self, keys: Keys, gradients: Floats) -> None:
         numbers = self._admit(keys)
         if (numbers < 0).any():
             gradients, numbers = gradients[numbers >= 0], numbers[numbers >= 0]
         live = self._rows.live
         block = torch.from_numpy(live["numbers"][numbers])
+        versions = live["version"][numbers]
         num_missed = self.num_updates - 1 - live["last_use"][numbers].astype(np.int64)
-        num_missed[live["version"][numbers] == 0] = 0
+        num_missed[versions == 0] = 0
         self._optimizer.update(block, torch.from_numpy(gradients), self.num_updates, torch.from_numpy(num_missed))
         live["numbers"][numbers] = block.numpy()
-        live["version"][numbers] += np.uint32(1)
+        live["version"][numbers] = versions + np.uint32(1)
         live["last_use"][numbers] = self.num_updates
-        self._expire()
 
     def snapshot(self) -> dict[str, NDArray[np.void]]:
         """Copy rows and candidates. With `num_updates` they are the whole state."""
@@ -141,27 +152,27 @@ class RowTable:
 
     def _admit(self, keys: Keys) -> NDArray[np.int64]:
         """Count sightings, begin the rows that are due, and return the row of each key, -1 where there is none."""
-        numbers = self._rows.find(keys)
-        due = keys[numbers < 0]
-        if self.spec.num_sightings > 1 and due.size:
-            due = self._count_sightings(due)
-        if due.size:
-            new = self._rows.insert(due)
+        numbers = self._rows.recall(keys)
+        is_due = numbers < 0
+        if self.spec.num_sightings > 1 and is_due.any():
+            is_due[is_due] = self._count_sightings(keys[is_due])
+        if is_due.any():
+            due = keys[is_due]
+            numbers[is_due] = new = self._rows.insert(due)
             self._weights[new] = draw_initial_weights(self.spec, due)
             self._optimizer.begin(torch.from_numpy(self._rows.live["numbers"])[:, self.spec.dim :], new)
-            numbers = self._rows.find(keys)
         return numbers
 
-    def _count_sightings(self, keys: Keys) -> Keys:
-        """Note one more sighting of each key; return those that have enough, which are candidates no longer."""
+    def _count_sightings(self, keys: Keys) -> NDArray[np.bool_]:
+        """Note one more sighting of each key; return where there are enough. Those are candidates no longer."""
         self._candidates.insert(keys[self._candidates.find(keys) < 0])
         numbers = self._candidates.find(keys)
         live = self._candidates.live
         live["version"][numbers] += np.uint32(1)
         live["last_use"][numbers] = self.num_updates
-        due = keys[live["version"][numbers] >= self.spec.num_sightings]
-        self._candidates.remove(due)
-        return due
+        is_due: NDArray[np.bool_] = live["version"][numbers] >= self.spec.num_sightings
+        self._candidates.remove(keys[is_due])
+        return is_due
 
     def _expire(self) -> None:
         # Looking at every row costs as much as an update of a few: a sixteenth of the time to live is soon enough, and

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from kftrain.core import frames
 from kftrain.core.frames import Frame, FrameKind
 from kftrain.errors import CheckpointError, ConfigError, RetryableError
 from kftrain.models.sparse_embedding import SparseEmbedding, attach_tables, push_sparse_gradients
@@ -63,7 +65,7 @@ class Servers:
                 connection.close()
 
     def connect(self, worker=0, patience_seconds=20.0):
-        return RemoteTables(self.addresses, {"ids": 8}, worker, SECRET, patience_seconds)
+        return RemoteTables(self.addresses, {"ids": 8}, worker, SECRET, patience_seconds, self._max_ahead)
 
     def stop(self):
         for server in self.servers:
@@ -236,6 +238,44 @@ def test_asynchronous_workers_wait_for_nobody_and_lose_nothing(start):
     np.testing.assert_allclose(weights, sum_steps(3, 10), atol=1e-4)
     for client in (*clients, idle):
         client.close()
+
+
+@pytest.mark.parametrize("max_ahead", [0, 2])
+def test_no_read_is_staler_than_the_rule_allows(start, max_ahead):
+    servers = start(max_ahead=max_ahead, count=2)
+    _, clients = run_workers(servers, 3, 12, lambda worker, step: time.sleep(0.01 * (worker == 2)))
+    observed = sum((client.staleness for client in clients), Counter())
+    assert max(observed) == max_ahead and observed.total() == 3 * 12 * 2  # a read of each server
+    for client in clients:
+        client.close()
+
+
+def test_a_stale_read_is_a_bug(start):
+    servers = start(max_ahead=None)
+    slow, fast = servers.connect(1), servers.connect(0)
+    fast._max_ahead = 1  # stricter than the servers
+    for _ in range(2):
+        fast.pull("ids", KEYS)
+        fast.finish_step()
+    with pytest.raises(AssertionError, match="2 steps behind"):
+        fast.pull("ids", KEYS)
+    fast.close()
+    slow.close()
+
+
+def test_a_push_of_several_parts_is_one_update(start, monkeypatch):
+    monkeypatch.setattr(frames, "PART_BYTES", 8 * 4 * 7)  # seven rows
+    tables = start(RowAdam(0.01), count=2).connect()
+    weights = nn.Embedding(NUM_KEYS, 8, sparse=True, _weight=torch.from_numpy(draw_initial_weights(SPEC, KEYS)))
+    optimizer = torch.optim.SparseAdam(weights.parameters(), lr=0.01)
+    for step in range(3):
+        keys, gradient = draw_gradient(0, step)
+        weights.weight.grad = torch.sparse_coo_tensor(keys[None], gradient, (NUM_KEYS, 8)).coalesce()
+        optimizer.step()
+        tables.push("ids", keys, gradient)
+        tables.finish_step()
+        assert np.array_equal(tables.pull("ids", KEYS), weights.weight.detach().numpy())
+    tables.close()
 
 
 @pytest.mark.parametrize("disturbance", ["drop_connections", "restart"])

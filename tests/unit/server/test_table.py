@@ -154,3 +154,29 @@ def test_a_live_row_costs_at_most_a_quarter_more_than_its_numbers(tmp_path):
         if len(table) >= 20_000:
             worst = max(worst, table.num_bytes / len(table) / 256)
     assert worst <= 1.25
+
+
+def test_rows_that_are_remembered_from_a_read_are_those_of_the_update(tmp_path):
+    table, plain = make_table(tmp_path), make_table(tmp_path)
+    rng = np.random.default_rng(0)
+    for turn in range(30):
+        keys, others = (np.unique(rng.integers(0, 60, 8)) for _ in range(2))
+        table.read(keys)
+        if turn % 3 == 0:  # another worker is faster
+            for one in (table, plain):
+                one.update(others, np.ones((len(others), 3), np.float32))
+        if turn % 5 == 0:
+            for one in (table, plain):
+                gone = one._rows.live["key"][:2].copy()
+                one._rows.remove(gone)
+        for one in (table, plain):
+            one.update(keys, np.full((len(keys), 3), turn, np.float32))
+    assert np.array_equal(table.read(np.arange(60)), plain.read(np.arange(60)))
+
+
+def test_parts_of_an_update_are_one(tmp_path):
+    table, plain = make_table(tmp_path), make_table(tmp_path)
+    keys, gradients = np.arange(9), np.arange(27, dtype=np.float32).reshape(9, 3)
+    table.update_in_parts([(keys[:4], gradients[:4]), (keys[4:], gradients[4:])])
+    plain.update(keys, gradients)
+    assert table.num_updates == 1 and np.array_equal(table.read(keys), plain.read(keys))
