@@ -165,9 +165,9 @@ class FrameSocket:
         if values_memory is None or values_memory.size < header.num_values:
             values_memory = np.empty(header.num_values, np.float32)
         values = values_memory[: header.num_values]
-        for array in (keys, values):
-            if array.size:
-                self._fill(memoryview(array).cast("B"))
+        for memory in (keys.data, values.data):
+            if memory.nbytes:
+                self._fill(memory.cast("B"))
         return dataclasses.replace(header.frame, keys=keys, values=values)
 
     def authenticate(self, secret: bytes, is_server: bool) -> None:

@@ -55,8 +55,8 @@ class RemoteTables:
 
     @property
     def clock(self) -> int:
-        """Steps that this worker has finished."""
-        return self._links[0].clock
+        """Steps that this worker has finished on all servers."""
+        return min(link.clock for link in self._links)
 
     def pull(self, table: str, keys: FrameKeys) -> FrameValues:
         """Read the weights (keys, dim) for this step; waits where the clock rule says so."""
@@ -74,6 +74,8 @@ class RemoteTables:
     def push(self, table: str, keys: FrameKeys, gradients: FrameValues) -> None:
         """Send gradients (keys, dim) of distinct keys, to be applied once; leave both alone until `finish_step`."""
         for link, places in self._split_by_owner(keys):
+            if link.clock > self.clock:
+                continue  # a process of this worker died in `finish_step`, when this server had acknowledged it
             owned_keys, owned_gradients = keys[places], np.ascontiguousarray(gradients[places])
             # Without keys too: a table counts its updates, and the step of Adam is the same on all servers.
             for part in split_rows(len(owned_keys), self._dims[table]):
@@ -82,9 +84,10 @@ class RemoteTables:
 
     def finish_step(self) -> None:
         """End the step on all servers, and wait until they have acknowledged what was pushed."""
-        for link in self._links:
+        links = [link for link in self._links if link.clock == self.clock]
+        for link in links:
             link.push(Frame(FrameKind.FINISH, clock=link.clock))
-        for link in self._links:
+        for link in links:
             link.finish()
 
     def leave(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kftrain.core.frames import HEADER, Frame, FrameKind, decode_header
 from kftrain.core.storage import sync_folder
+from kftrain.errors import StorageError
 
 CHECKSUM = struct.Struct("<I")
 
@@ -46,13 +47,14 @@ class FrameLog:
             return self.num_bytes
 
     def sync(self, position: int) -> None:
-        """Wait until everything up to a position is on disk. Raises OSError if it cannot be written."""
+        """Wait until everything up to a position is on disk. Raises StorageError if it cannot be written."""
         with self._changed:
             self._awaited_position = max(self._awaited_position, position)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._error or self._num_synced_bytes >= position)
             if self._error:
-                raise self._error  # for ever: what follows a torn record would not be read back
+                # For ever: what follows a torn record would not be read back.
+                raise StorageError(f"the log cannot be written: {self._error}", where=self._file.name)
 
     def close(self) -> None:
         """Write what is left and close the file."""

@@ -12,10 +12,10 @@ import numpy as np
 
 from kftrain.core import storage
 from kftrain.core.frames import Frame, FrameKind, FrameSocket, split_rows
-from kftrain.errors import CheckpointError, ConfigError, LostPeerError
+from kftrain.errors import CheckpointError, ConfigError, LostPeerError, StorageError
 from kftrain.server.clock import count_finished, may_begin
 from kftrain.server.log import FrameLog, replay
-from kftrain.server.state import RECORDED, ServerState
+from kftrain.server.state import RECORDED, UNNUMBERED, ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Server:
         self._changed = threading.Condition()
         self._is_stopped = False
         self._sockets: set[FrameSocket] = set()
+        self._connections: dict[int, FrameSocket] = {}  # of each worker, the one that may change the state
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server((host, port))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -89,34 +90,41 @@ class Server:
             connection.authenticate(self._secret, is_server=True)
             is_refused = False
             while not (is_refused or self._is_stopped):
-                for answer in self._answer(connection.receive()):
+                for answer in self._answer(connection.receive(), connection):
                     connection.send(answer)
                     is_refused = answer.kind is FrameKind.REFUSAL
         except (LostPeerError, ConfigError) as error:
             if not self._is_stopped:
                 logger.info("a worker's connection ended: %s", error)
+        except StorageError as error:  # what waits for an acknowledgement does not get one
+            logger.error("%s", error)
         finally:
             with self._changed:
                 self._sockets.discard(connection)
             connection.close()
 
-    def _answer(self, frame: Frame) -> Iterator[Frame]:
+    def _answer(self, frame: Frame, connection: FrameSocket) -> Iterator[Frame]:
         """Do what a frame asks for and yield the answers: none to a PUSH, none once stopped."""
         if frame.kind is FrameKind.PULL:
             yield from self._pull(frame)
         elif frame.kind is FrameKind.SNAPSHOT:
             yield self._write_snapshot(frame)
         elif frame.kind in RECORDED:
-            answer = self._record(frame)
+            answer = self._record(frame, connection)
             if answer is not None:
                 yield answer
         elif frame.kind is FrameKind.RESUME:
-            yield self._resume(frame)
+            yield self._resume(frame, connection)
         else:
             yield self._refuse(frame, "it is no request")
 
-    def _record(self, frame: Frame) -> Frame | None:
+    def _record(self, frame: Frame, connection: FrameSocket) -> Frame | None:
         with self._changed:
+            if frame.kind is FrameKind.JOIN:
+                self._connections[frame.worker] = connection
+            elif frame.kind not in UNNUMBERED and self._connections.get(frame.worker) is not connection:
+                # What a dead process left in the network would else be taken for its successor's.
+                return self._refuse(frame, "the worker has another connection by now")
             if flaw := self._state.find_flaw(frame):
                 return self._refuse(frame, flaw)
             # Logged before it is applied, under one lock: a replay applies the same frames in the same order.
@@ -132,9 +140,10 @@ class Server:
         log.sync(position)
         return answer
 
-    def _resume(self, frame: Frame) -> Frame:
+    def _resume(self, frame: Frame, connection: FrameSocket) -> Frame:
         with self._changed:
             if frame.worker in self._state.clocks:
+                self._connections[frame.worker] = connection
                 return self._describe_position(frame.worker)
         return self._refuse(frame, "it has not joined, or was expelled")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from kftrain.core import frames
 from kftrain.core.frames import Frame, FrameKind
-from kftrain.errors import CheckpointError, ConfigError, RetryableError
+from kftrain.errors import CheckpointError, ConfigError, RetryableError, StorageError
 from kftrain.models.sparse_embedding import SparseEmbedding, attach_tables, push_sparse_gradients
 from kftrain.remote_parameters.client import RemoteTables
 from kftrain.remote_parameters.link import ServerAddress
@@ -276,6 +276,35 @@ def test_a_push_of_several_parts_is_one_update(start, monkeypatch):
         tables.finish_step()
         assert np.array_equal(tables.pull("ids", KEYS), weights.weight.detach().numpy())
     tables.close()
+
+
+def test_what_a_dead_process_left_in_the_network_is_not_its_successors(start):
+    servers = start(RowSgd(-1.0), max_ahead=None)
+    dead, successor = servers.connect(), servers.connect()
+    before = successor.pull("ids", KEYS)
+    dead.push("ids", KEYS, np.full((NUM_KEYS, 8), 5, np.float32))
+    while dead._links[0]._changes._connection.recv(1):  # the refusal, then the end
+        pass
+    successor.push("ids", KEYS, np.ones((NUM_KEYS, 8), np.float32))
+    successor.finish_step()
+    np.testing.assert_allclose(successor.pull("ids", KEYS) - before, 1, atol=1e-6)
+    dead.close()
+    successor.close()
+
+
+def test_a_log_that_cannot_be_written_acknowledges_nothing(tmp_path, monkeypatch):
+    log = FrameLog(tmp_path / "frames.log")
+    log.sync(log.append(Frame(FrameKind.JOIN)))
+
+    def fail(descriptor):
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.fdatasync", fail)
+    position = log.append(Frame(FrameKind.JOIN, worker=1))
+    for _ in range(2):
+        with pytest.raises(StorageError, match="no space"):
+            log.sync(position)
+    log.close()
 
 
 @pytest.mark.parametrize("disturbance", ["drop_connections", "restart"])
