@@ -66,7 +66,7 @@ def name_server(number: int) -> str:
     return f"server-{number}"
 
 
-def build_optimizer(config: TableConfig) -> RowOptimizer:
+def build_row_optimizer(config: TableConfig) -> RowOptimizer:
     """Build the optimizer of a table's rows."""
     rate = config.learning_rate
     if config.optimizer == "sgd":
@@ -78,7 +78,7 @@ def build_optimizer(config: TableConfig) -> RowOptimizer:
 
 def build_state(config: ServerConfig, seed: int, folder: Path) -> ServerState:
     """Build the state of a server that knows nothing yet."""
-    tables = [RowTable(build_spec(table, seed), build_optimizer(table), folder) for table in config.tables]
+    tables = [RowTable(build_spec(table, seed), build_row_optimizer(table), folder) for table in config.tables]
     return ServerState(tables, config.max_ahead)
 
 

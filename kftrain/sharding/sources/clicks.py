@@ -38,14 +38,15 @@ class ClicksSource(Source):
         exponent: float = 0.6,
         seed: int = 0,
     ) -> None:
-        self._options = {"num_rows": num_rows, "num_fields": num_fields, "num_keys": num_keys}
-        self._options |= {"seed": seed}
-        self._exponent = exponent
-        self.num_rows, self.num_fields, self.num_keys, self.seed = num_rows, num_fields, num_keys, seed
+        self.num_rows = num_rows
+        self.num_fields = num_fields
+        self.num_keys = num_keys
+        self.exponent = exponent
+        self.seed = seed
 
     def listing(self) -> list[dict[str, Any]]:
         """List what the records follow from."""
-        return [{"name": "clicks", "version": 1, "exponent": self._exponent, **self._options}]
+        return [{"name": "clicks", "version": 1, **vars(self)}]
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
         """Return one part."""
@@ -62,7 +63,7 @@ class ClicksSource(Source):
         """Draw rows of one piece; return ids `[rows, fields]`, labels, and the log-odds that the teacher gives them."""
         generator = np.random.default_rng([self.seed, start])
         # The inverse of the distribution over ranks taken as a continuum, 1 to num_keys + 1.
-        power = 1 - self._exponent
+        power = 1 - self.exponent
         uniform = generator.random((num_rows, self.num_fields))
         ranks = (1 + uniform * ((self.num_keys + 1.0) ** power - 1)) ** (1 / power)
         ids = ranks.astype(np.int64) + FIELD_STEP * np.arange(self.num_fields)
