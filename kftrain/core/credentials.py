@@ -16,8 +16,8 @@ USERNAME_VARIABLE, PASSWORD_VARIABLE = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACK
 TOKEN_VARIABLE = "MLFLOW_TRACKING_TOKEN"
 
 SERVER_SECRET_VARIABLE = "KFTRAIN_SERVER_SECRET"
-"""What workers and parameter servers of a run know, and nobody else. The local launcher draws one for each attempt; on
-a cluster it comes from a secret of `launch.kubernetes.secrets`."""
+"""Variable with the secret of the workers and parameter servers of a run. The local launcher draws it for each attempt;
+on a cluster it comes from a secret of `launch.kubernetes.secrets`."""
 
 SECRET_VARIABLES = (
     *(PASSWORD_VARIABLE, TOKEN_VARIABLE, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),

@@ -23,7 +23,7 @@ class TableSource(Protocol):
 
 @dataclass
 class _Pass:
-    """What a module keeps of its forward passes until the push."""
+    """Keys, rows and gradients of the forward passes of a module until the push."""
 
     pulled: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Keys and rows of each batch."""

@@ -14,7 +14,7 @@ Scale = Annotated[float, Field(ge=0.0)]
 
 
 class TableConfig(Section):
-    """One table. A row comes into being by the run's seed, the table's name and the key alone."""
+    """A table, whose rows come into being by the run's seed, its name and the key alone."""
 
     name: ChangesTraining[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]]
     """Name, as the model's `SparseEmbedding` has it; new rows follow from it."""
