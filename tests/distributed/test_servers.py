@@ -32,10 +32,7 @@ SIZES = ["server.num_servers=2", "train.steps=60", "checkpoint.interval_steps=20
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("root")
-    paths, _ = jobs.prepare(folder, clicks.TEXT, SIZES, "whole")
-    launched = launch(paths)
-    assert launched.wait(timeout=300) == 0, launched.stdout.read()
-    return folder, paths
+    return folder, jobs.prepare(folder, clicks.TEXT, SIZES, "data")[0]
 
 
 def launch(paths):
@@ -74,8 +71,11 @@ def wait_until_nobody_is_left(paths):
 
 
 def test_a_run_killed_on_both_sides_has_the_tables_of_one_that_was_not(root):
-    folder, whole = root
-    paths, _ = jobs.prepare(folder, clicks.TEXT, SIZES, "killed", whole)
+    folder, data = root
+    whole, paths = (jobs.prepare(folder, clicks.TEXT, SIZES, name, data)[0] for name in ("whole", "killed"))
+    launched = launch(whole)
+    printed, _ = launched.communicate(timeout=300)
+    assert launched.returncode == 0, printed
     launched = launch(paths)
     lines = jobs.wait_for_line(launched, "checkpoint at step 20 committed")
     find_servers(paths)[1].kill()
@@ -95,8 +95,8 @@ def test_a_run_killed_on_both_sides_has_the_tables_of_one_that_was_not(root):
 
 
 def test_nobody_outlives_a_launcher_that_was_killed_and_the_secret_is_nowhere(root):
-    folder, whole = root
-    paths, _ = jobs.prepare(folder, clicks.TEXT, SIZES, "orphans", whole)
+    folder, data = root
+    paths, _ = jobs.prepare(folder, clicks.TEXT, SIZES, "orphans", data)
     launched = launch(paths)
     text = "".join(jobs.wait_for_line(launched, "checkpoint at step 20"))
     servers = find_servers(paths)
