@@ -84,7 +84,7 @@ MUTANTS = [
         "kftrain/server/server.py",
         "            log.sync(position)\n            yield",
         "            yield",
-        "tests/unit/server/test_server_history.py -k once",
+        "tests/unit/server/test_server.py -k take_back",
     ),
     Mutant(
         "what a dead process left in the network is taken for its successor's",

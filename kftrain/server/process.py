@@ -18,7 +18,7 @@ from typing import Any
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.credentials import SERVER_SECRET_VARIABLE
-from kftrain.core.frames import Frame, FrameKind
+from kftrain.core.frames import Frame, FrameKind, FrameSocket
 from kftrain.core.progress import to_log
 from kftrain.core.ring import Ring
 from kftrain.errors import ConfigError, KftrainError
@@ -94,11 +94,11 @@ class RunServer(Server):
         self._log.close()
         self._log: Any = _NoLog()
 
-    def _answer(self, frame: Frame) -> Iterator[Frame]:
+    def _answer(self, frame: Frame, connection: FrameSocket) -> Iterator[Frame]:
         if frame.kind in (FrameKind.SAVE, FrameKind.LOAD):
             yield self._save_or_load(frame)
         else:
-            yield from super()._answer(frame)
+            yield from super()._answer(frame, connection)
 
     def _save_or_load(self, frame: Frame) -> Frame:
         uri = storage.join(self._paths.checkpoints, str(CheckpointName(frame.clock, frame.sequence)))
@@ -120,6 +120,7 @@ class RunServer(Server):
             ring = Ring([name_server(number) for number in range(self._config.server.num_servers)])
             table_files.load_tables(state.tables, uri, lambda keys: ring.find_owners(keys) == self._number)
         self._state = state
+        self._connections.clear()  # those of workers of an attempt before, whose frames are refused from now on
         return Frame(FrameKind.POSITION, clock=frame.clock)
 
 

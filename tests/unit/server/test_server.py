@@ -283,13 +283,36 @@ def test_what_a_dead_process_left_in_the_network_is_not_its_successors(start):
     dead, successor = servers.connect(), servers.connect()
     before = successor.pull("ids", KEYS)
     dead.push("ids", KEYS, np.full((NUM_KEYS, 8), 5, np.float32))
-    while dead._links[0]._changes._connection.recv(1):  # the refusal, then the end
+    connection = dead._links[0]._changes._connection
+    connection.settimeout(5)
+    while connection.recv(1):  # the refusal, then the end
         pass
     successor.push("ids", KEYS, np.ones((NUM_KEYS, 8), np.float32))
     successor.finish_step()
     np.testing.assert_allclose(successor.pull("ids", KEYS) - before, 1, atol=1e-6)
     dead.close()
     successor.close()
+
+
+def test_nobody_reads_what_a_crash_may_take_back(start, monkeypatch):
+    servers = start(RowSgd(-1.0), max_ahead=None)
+    writer, reader = servers.connect(0), servers.connect(1)
+    before = reader.pull("ids", KEYS)
+    disk = threading.Event()
+    monkeypatch.setattr("os.fdatasync", lambda descriptor: disk.wait(20))
+    writer.push("ids", KEYS, np.ones((NUM_KEYS, 8), np.float32))
+    thread = threading.Thread(target=writer.finish_step)
+    thread.start()
+    while servers.servers[0]._state.clocks[0] == 0:
+        time.sleep(0.01)
+    reader.pull_ahead("ids", KEYS)
+    time.sleep(0.2)
+    assert not reader._reads_ahead["ids"][1].done() and thread.is_alive()
+    disk.set()
+    np.testing.assert_allclose(reader.pull("ids", KEYS) - before, 1, atol=1e-6)
+    thread.join()
+    writer.close()
+    reader.close()
 
 
 def test_a_log_that_cannot_be_written_acknowledges_nothing(tmp_path, monkeypatch):
