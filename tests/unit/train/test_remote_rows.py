@@ -236,6 +236,11 @@ def test_what_does_not_go_together_is_refused(prepare, override):
 def test_a_clock_rule_changes_the_training_and_the_number_of_servers_does_not(prepare):
     _, resolved = prepare()
     before = resolved.training_digest("d")
-    for changes, is_same in (({"num_servers": 5}, True), ({"consistency": "asp"}, False)):
+    other = TableConfig(name="ids", dim=clicks.DIM, optimizer="sgd", learning_rate=1.0)
+    for changes, is_same in (
+        ({"num_servers": 5}, True),
+        ({"consistency": "asp"}, False),
+        ({"tables": (other,)}, False),
+    ):
         server = ServerConfig(**{**dict(resolved.server), **changes})
         assert (resolved.model_copy(update={"server": server}).training_digest("d") == before) is is_same
