@@ -32,7 +32,9 @@ class CuttableServer:
     """A server whose power can be cut: of what it has not synced, its log keeps a part that chance decides."""
 
     def __init__(self, folder, max_ahead, chance):
-        self._folder, self._max_ahead, self._chance = folder, max_ahead, chance
+        self._folder = folder
+        self._max_ahead = max_ahead
+        self._chance = chance
         folder.mkdir()
         self._server = self._start(0)
         self.address = ServerAddress(folder.name, *self._server.address)
