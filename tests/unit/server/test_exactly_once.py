@@ -144,7 +144,7 @@ def test_every_finished_step_is_in_the_table_once_and_no_row_gets_older(tmp_path
         run_history(make_folder(tmp_path, seed), seed)
 
 
-@pytest.mark.slow  # 300 more histories
+@pytest.mark.slow  # 100 more histories
 def test_more_histories(tmp_path):
-    for seed in range(12, 312):
+    for seed in range(12, 112):
         run_history(make_folder(tmp_path, seed), seed)
