@@ -24,7 +24,7 @@ NODES ?=
 SIMULATED ?=
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train scale compile images lock e2e e2e-full launchers clean
+.PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train bench-server scale compile images lock e2e e2e-full launchers clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model, compare its versions; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -65,6 +65,10 @@ bench-data: $(VENV)/.ready .bench/.ready  ## the data plane against its bars, as
 
 bench-train: $(VENV)/.ready .bench-train/.ready  ## the training loop against its bars, as a table
 	$(BIN)/python benchmarks/train/table.py --peers .bench-train/bin/python --rounds $(ROUNDS) $(if $(ROWS),--rows $(ROWS))
+
+bench-server: $(VENV)/.ready  ## the parameter server against a bare socket, Redis and torch's RPC
+	$(BIN)/python benchmarks/parameter_server.py memory
+	$(BIN)/python benchmarks/parameter_server.py traffic
 
 .bench-train/.ready: $(VENV)/.ready benchmarks/train/peers.txt
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .bench-train

@@ -28,6 +28,7 @@ from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.registry.settings import RegistryConfig
 from kftrain.run.settings import RunConfig
 from kftrain.schedule.settings import ScheduleConfig
+from kftrain.server.settings import ServerConfig
 from kftrain.settings import layers
 from kftrain.settings.section import Section
 from kftrain.tasks.settings import TaskConfig
@@ -62,6 +63,7 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     tracking: TrackingConfig = TrackingConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    server: ServerConfig = ServerConfig()
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Config:
@@ -79,6 +81,8 @@ class Config(Section):
             self._require_compilable()
         if self.train.command:
             self._require_left_to_script()
+        if self.server.num_servers:
+            self._require_tables_fit()
         if self.parallel.compression.kind != "none":
             self.precision.require_fp32_sums(self.parallel.compression.kind)
         self.parallel.compression.require_optimizer(self.optimizer.kind, bool(self.optimizer.nesterov))
@@ -94,6 +98,19 @@ class Config(Section):
         set_here |= {"train.from": not self.train.from_scratch, "train.average_decay": self.train.average_decay}
         for key in filter(set_here.__getitem__, set_here):
             raise ValueError(f"{key} is of kftrain's own training loop, whose place train.command takes")
+
+    def _require_tables_fit(self) -> None:
+        """Refuse what no test has shown to go together with tables on servers."""
+        needed: dict[str, Any] = {"parallel.strategy": "ddp", "parallel.pipeline": 1, "parallel.tensor": 1}
+        needed |= {"parallel.compression.kind": "none", "precision.compute": "fp32", "train.compile": False}
+        needed |= {"train.activation_checkpointing": "none", "train.average_decay": 0.0, "train.noise_scale": False}
+        needed |= {"train.start_from": "scratch", "train.command": ()}
+        odd = next((key for key, value in needed.items() if attrgetter(key)(self) != value), None)
+        if odd is not None:
+            key = odd.replace("start_from", "from")
+            raise ValueError(f"{key} must be {needed[odd] or 'left out'} with tables on servers (server.tables)")
+        if self.train.micro_batch_size == "auto":
+            raise ValueError("train.micro_batch_size must be a number with tables on servers (server.tables)")
 
     def _require_compilable(self) -> None:
         axes = [f"parallel.{axis}" for axis in ("context", "tensor", "pipeline", "expert")]

@@ -97,7 +97,9 @@ class EmptyExport:
 
     def rebuilt(self) -> EmptyExport:
         """Build the model once more, untouched; return it with the same task."""
-        return replace(self, model=_build_empty(self.uri, self.manifest, self.recipe))
+        model = _build_empty(self.uri, self.manifest, self.recipe)
+        _attach_tables(model, self.uri, self.manifest)
+        return replace(self, model=model)
 
 
 def verify_export(uri: str, digest: str) -> ExportManifest:
@@ -142,6 +144,7 @@ def read_empty(uri: str, digest: str, trust: Trust) -> EmptyExport:
     content = _read_file(uri, manifest, "config.json")
     config = storage.decode_json(content, storage.join(uri, "config.json"), CheckpointError)
     model, task = _build_empty(uri, manifest, recipe), build_task(recipe.task)
+    _attach_tables(model, uri, manifest)
     _restore(task, uri, manifest)
     return EmptyExport(uri, manifest, recipe, model, task, config)
 
@@ -192,6 +195,14 @@ def _build_empty(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Modul
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
         what = f"{DESCRIPTION} describes no model that can be built: {error}"
         raise CheckpointError(what, where=uri, fix="export the checkpoint again") from error
+
+
+def _attach_tables(model: nn.Module, uri: str, manifest: ExportManifest) -> None:
+    from kftrain.checkpoint.table_source import DOCUMENT, read_tables
+    from kftrain.models.sparse_embedding import attach_tables
+
+    if DOCUMENT in manifest.files:
+        attach_tables(model, read_tables(uri, manifest.files))
 
 
 def _require_memory(empty: EmptyExport) -> None:

@@ -73,6 +73,7 @@ def export_checkpoint(
         storage.remove(uri)  # what a process that was killed here has left, or somebody has deleted half of
         with _open_folder(uri) as folder:
             files = copy_tensors(folder) if copy_tensors else _write_tensors(checkpoint_uri, manifest.files, folder)
+            files |= _write_tables(checkpoint_uri, manifest.files, folder)
             for name, content in {**documents, **task_files}.items():
                 files[name] = _write(folder, name, content)
         export = ExportManifest(
@@ -91,7 +92,7 @@ def export_checkpoint(
 def require_task_file(name: str) -> None:
     """Raise ConfigError for a file of a task whose name is not plain, or is that of another file of an export."""
     taken = {"config.json", DESCRIPTION, "manifest.json"}
-    if not _FILE_NAME.fullmatch(name) or name in taken or name.startswith("model"):
+    if not _FILE_NAME.fullmatch(name) or name in taken or name.startswith(("model", "table-", "tables.json")):
         raise ConfigError("no name of a task's file", where="task.export_files", value=name, fix="rename it")
 
 
@@ -138,6 +139,12 @@ def _write(folder: str, name: str, content: str | bytes) -> FileEntry:
     encoded = content.encode() if isinstance(content, str) else content
     storage.publish(storage.join(folder, name), encoded)
     return FileEntry(bytes=len(encoded), sha256=storage.sha256_bytes(encoded))
+
+
+def _write_tables(checkpoint_uri: str, files: Mapping[str, FileEntry], folder: str) -> Files:
+    from kftrain.checkpoint.table_source import write_table_exports
+
+    return write_table_exports(checkpoint_uri, files, folder)
 
 
 def _write_tensors(checkpoint_uri: str, checkpoint_files: Mapping[str, FileEntry], folder: str) -> Files:

@@ -48,6 +48,8 @@ METADATA = ".metadata"
 Problem = dict[str, Any]
 """An error as plain data."""
 
+Files = dict[str, FileEntry]
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -110,6 +112,8 @@ class CheckpointWriter:
         """Checkpoints at multiples of this step are kept for good; 0: none."""
         self.selected: Callable[[], BestEvaluation | None] = lambda: None
         """Returns the best evaluation so far, whose checkpoint is kept."""
+        self.write_tables: Callable[[str, CheckpointName, World], Files] = lambda uri, name, world: {}
+        """Has servers write their tables beside the checkpoint, and returns their files on the first process."""
 
     @property
     def step(self) -> int | None:
@@ -141,7 +145,11 @@ class CheckpointWriter:
         start, rows = time.monotonic(), list(history)
         context = contextvars.copy_context()  # how long the caller waits for storage
         sound = self._sound_so_far()
-        future = threads.start(lambda: context.run(self._write, staged, rows, name, manifest, sound), "checkpoint")
+        # At once and not in the thread: the next step changes the tables.
+        tables = self.write_tables(storage.join(self._paths.checkpoints, str(name)), name, self._world)
+        future = threads.start(
+            lambda: context.run(self._write, staged, rows, name, manifest, sound, tables), "checkpoint"
+        )
         self._flight = _Flight(step, start, future)
 
     def wait(self) -> None:
@@ -201,6 +209,7 @@ class CheckpointWriter:
         name: CheckpointName,
         manifest: CheckpointManifest,
         sound: Callable[[], None],
+        tables: Files,
     ) -> int:
         """Write the files and commit them; return the step. Runs in the thread."""
         # Every process takes the same branches: each collective ends with the same problem, or none, on all of them.
@@ -209,6 +218,7 @@ class CheckpointWriter:
         written, problem = self._write_files(staged, uri)
         if problem is None:  # all files are durable; now all digests come together, and whether the data was sound
             gathered: list[Any] = [None] * self._world.size
+            written = {**written, **tables}
             dist.all_gather_object(gathered, (written, _run_check(sound)), group=self._world.background)
             problem = next((objection for _, objection in gathered if objection), None)
         if problem is None:  # rank 0 alone writes the marker, and the others wait for its word

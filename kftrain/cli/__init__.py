@@ -46,13 +46,14 @@ COMMANDS = {
     "config": ("kftrain.cli.config", "Show the configuration and its schema."),
     "bandwidth": ("kftrain.cli.bandwidth", "Measure the network between the processes of a job."),
     "worker": ("kftrain.cli.worker", "One node of a job; started by a launcher."),
+    "server": ("kftrain.cli.worker", "A parameter server of a job; started by a launcher."),
 }
 """Command -> the module that defines it, and its line in the help."""
 
 FORMER_NAMES = {"resume": "unsuspend"}
 """Name of a command in the release before -> its name now. The old name works for one release, with a line."""
 
-RETRYING = frozenset(("run", "shard", "train", "evaluate", "register", "gate", "bandwidth", "worker"))
+RETRYING = frozenset(("run", "shard", "train", "evaluate", "register", "gate", "bandwidth", "worker", "server"))
 """Commands that ride out storage that is away; a person waits for the others."""
 
 

@@ -1,12 +1,15 @@
-"""`kftrain worker`: one node of a job; what a launcher starts."""
+"""`kftrain worker` and `kftrain server`: one node of a job; what a launcher starts."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
 
+from kftrain.launch.spec import NODE_RANK_ENV
 from kftrain.run.job_tasks import JOB_TASKS
+from kftrain.run.paths import RunPaths
 from kftrain.worker.node import NodeSpec
 from kftrain.worker.supervisor import run_node
 
@@ -23,3 +26,13 @@ def worker_command(task: str, run_uri: str, digest: str, processes: int, nodes: 
     A job that is complete already ends with 0 at once, however many nodes it has.
     """
     sys.exit(run_node(NodeSpec.from_environment(task, run_uri, digest, processes, nodes)))
+
+
+@click.command("server")
+@click.option("--run-uri", required=True, help="Folder of the run.")
+@click.option("--digest", required=True, help="Digest of the run's config.yaml.")
+def server_command(run_uri: str, digest: str) -> None:
+    """Hold a share of the run's tables until told to stop; its number comes from the environment."""
+    from kftrain.server.process import run_server
+
+    run_server(RunPaths(run_uri), digest, int(os.environ.get(NODE_RANK_ENV, "0")))

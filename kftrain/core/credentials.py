@@ -15,8 +15,13 @@ from urllib.parse import quote, unquote
 USERNAME_VARIABLE, PASSWORD_VARIABLE = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 TOKEN_VARIABLE = "MLFLOW_TRACKING_TOKEN"
 
+SERVER_SECRET_VARIABLE = "KFTRAIN_SERVER_SECRET"
+"""Variable with the secret of the workers and parameter servers of a run. The local launcher draws it for each attempt;
+on a cluster it comes from a secret of `launch.kubernetes.secrets`."""
+
 SECRET_VARIABLES = (
     *(PASSWORD_VARIABLE, TOKEN_VARIABLE, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    SERVER_SECRET_VARIABLE,
     *("KFP_EXISTING_TOKEN", "KF_PIPELINES_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_CLIENT_SECRET"),
 )
 """Variables of the environment whose values are never shown."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import shlex
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 
 from kftrain.config import Config
 from kftrain.core import storage
+from kftrain.core.credentials import SERVER_SECRET_VARIABLE
 from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError
 from kftrain.launch.base import JobStatus, Request
 from kftrain.launch.role_processes import RoleProcesses, find_root_cause
@@ -141,21 +143,24 @@ class LocalLauncher:
                 write(prefix + line)
 
     def _run(self, spec: JobSpec) -> int:
-        code = self._run_roles(spec) if spec.others else self._run_workers(spec)
+        environment = {**os.environ, **spec.environment}
+        code = self._run_roles(spec, environment) if spec.others else self._run_workers(spec, environment)
         if code < FIRST_RETRYABLE_CODE or self.interrupted:
             self.close()
         return code
 
-    def _run_workers(self, spec: JobSpec, others: RoleProcesses | None = None) -> int:
+    def _run_workers(self, spec: JobSpec, environment: Mapping[str, str], others: RoleProcesses | None = None) -> int:
         child = self._get_child(spec)
-        child.start({**os.environ, **spec.environment})
+        child.start(environment)
         if self.interrupted or (others is not None and others.has_failed):  # before there was anybody to tell
             child.terminate()
         return to_shell_code(child.wait())
 
-    def _run_roles(self, spec: JobSpec) -> int:
+    def _run_roles(self, spec: JobSpec, environment: Mapping[str, str]) -> int:
         """Run all roles of the job; return the exit code of the workers, or of the node whose failure ended them."""
-        paths, environment = RunPaths(spec.run_uri), {**os.environ, **spec.environment}
+        paths = RunPaths(spec.run_uri)
+        # Drawn for each attempt: whoever is left of another one can reach nobody of this.
+        environment = {**environment, SERVER_SECRET_VARIABLE: secrets.token_hex(32)}
         attempt = None
         with best_effort("the attempt is not known"):
             attempt = find_next_attempt(paths, spec.task)  # now: its claim would change the answer
@@ -163,7 +168,7 @@ class LocalLauncher:
             child = self._get_child(spec)
             child.prepare(environment)
             with RoleProcesses(COMMAND, spec.others, environment, Path(folder), child.terminate) as others:
-                code = self._run_workers(spec, others)
+                code = self._run_workers(spec, environment, others)
                 failures = others.wait_for_failures() if code and not self.interrupted else []
             with best_effort("why the job failed could not be written", REPORT_SECONDS):
                 failure = find_root_cause(failures, read_error(paths.error)) if failures else None

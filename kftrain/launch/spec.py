@@ -8,7 +8,7 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.process.machine import NODE_NAME_ENV as NODE_NAME_ENV
 from kftrain.process.machine import count_local_gpus
-from kftrain.run.job_tasks import JobTask
+from kftrain.run.job_tasks import TRAINING, JobTask
 from kftrain.run.paths import RunPaths
 
 MLFLOW_RUN_ID_ENV = "KFTRAIN_MLFLOW_RUN_ID"
@@ -36,6 +36,9 @@ DEFAULT_CPU_PROCESSES = 2
 
 WORKER = "worker"
 """The role that trains and evaluates."""
+
+SERVER = "server"
+"""The role that holds the tables of a training."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,17 @@ def make_job(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str 
     """Describe a job of a run; rank 0 logs to `mlflow_run_id`, if there is one and the task is tracked."""
     run_uri, digest = storage.absolute(paths.uri), config.digest()
     num_nodes, num_processes = _count_nodes(task, config)
-    job = ("worker", "--task", task.name, "--run-uri", run_uri, "--digest", digest)
+    run = ("--run-uri", run_uri, "--digest", digest)
+    job = ("worker", "--task", task.name, *run)
     size = ("--processes", str(num_processes), "--nodes", str(num_nodes))
+    has_servers = task.name == TRAINING.name and config.server.num_servers > 0
+    servers = [Role(SERVER, config.server.num_servers, 1, ("server", *run))] if has_servers else []
     tracking = {MLFLOW_RUN_ID_ENV: mlflow_run_id} if mlflow_run_id and task.is_tracked else {}
     return JobSpec(
         task=task.name,
         run_uri=run_uri,
         config_digest=digest,
-        roles=(Role(WORKER, num_nodes, num_processes, (*job, *size)),),
+        roles=(Role(WORKER, num_nodes, num_processes, (*job, *size)), *servers),
         environment={**config.launch.environment, **tracking},
     )
 

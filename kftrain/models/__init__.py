@@ -8,10 +8,12 @@ if TYPE_CHECKING:
     from kftrain.models.attention import CausalAttention
     from kftrain.models.output import ModelOutput
     from kftrain.models.registry import build_model
+    from kftrain.models.sparse_embedding import SparseEmbedding
 
 __all__ = [
     "CausalAttention",
     "ModelOutput",
+    "SparseEmbedding",
     "build_model",
 ]
 
@@ -20,6 +22,7 @@ __getattr__ = attributes(
     {
         "CausalAttention": "kftrain.models.attention",
         "ModelOutput": "kftrain.models.output",
+        "SparseEmbedding": "kftrain.models.sparse_embedding",
         "build_model": "kftrain.models.registry",
     },
 )

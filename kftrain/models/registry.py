@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 BUILT_IN = {
+    "click_network": "kftrain.models.click_network:ClickNetwork",
     "mixture_of_experts": "kftrain.models.mixture_of_experts:MixtureOfExperts",
     "transformer": "kftrain.models.transformer:Transformer",
     "vision_transformer": "kftrain.models.vision_transformer:VisionTransformer",

@@ -72,8 +72,11 @@ def require_whole(uri: str, digest: str, *, contents: bool = False) -> ExportMan
 
 
 def list_tensor_entries(uri: str, files: Mapping[str, commit.FileEntry]) -> dict[str, commit.FileEntry]:
-    """Select the files of an export that hold tensors, sorted by name. Raises CheckpointError where none does."""
-    names = sorted(name for name in files if name.endswith(".safetensors"))
+    """Select the files of an export that hold the model's tensors, sorted by name; those of tables are others.
+
+    Raises CheckpointError where none does.
+    """
+    names = sorted(name for name in files if name.endswith(".safetensors") and not name.startswith("table-"))
     if not names:
         raise CheckpointError("the export holds no tensors", where=uri, fix="export the checkpoint again")
     return {name: files[name] for name in names}

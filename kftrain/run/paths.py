@@ -12,6 +12,7 @@
 <root>/runs/<run>/drift.json                                        shard         -> reports
 <root>/runs/<run>/attempts/<n>.json                                 rank 0's claim
 <root>/runs/<run>/checkpoints/step-<n>-a<attempt>/                  train         -> train (checkpoint/)
+<root>/runs/<run>/servers/<n>.json                                  servers       -> workers of one attempt
 <root>/runs/<run>/micro_batch.json                                  train         -> train
 <root>/runs/<run>/history.json                                      train         -> train, reports
 <root>/runs/<run>/export/<checkpoint digest>/                       train         -> evaluate, register
@@ -76,6 +77,8 @@ class RunPaths:
     """The launcher's heartbeat, written once a minute while it lives."""
     logs = _Below("logs")
     """Folder of what every process printed: `attempt-<n>/rank-<r>.log` and `evaluation/rank-<r>.log`."""
+    servers = _Below("servers")
+    """Folder of the addresses of parameter servers, `<n>.json`; the next attempt's replace them."""
     micro_batch = _Below("micro_batch.json")
     """The micro batch that was found for this run."""
     history = _Below("history.json")

@@ -15,6 +15,7 @@ from kftrain.tasks.base import Task
 from kftrain.tasks.settings import TaskConfig
 
 BUILT_IN = {
+    "click_prediction": "kftrain.tasks.click_prediction:ClickPrediction",
     "language_modeling": "kftrain.tasks.language_modeling:LanguageModeling",
     "image_classification": "kftrain.tasks.image_classification:ImageClassification",
 }

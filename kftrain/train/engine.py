@@ -24,6 +24,7 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.run.commit import CheckpointManifest
 from kftrain.tasks.base import Task, TrainingTask
 from kftrain.train.completing import ExportDescription
+from kftrain.train.remote_rows import RemoteRows
 
 Agree = Callable[[list[float]], list[float]]
 """Sums values over all processes. Collective."""
@@ -130,6 +131,10 @@ class Engine(Protocol):
     @property
     def num_norm_samples(self) -> int | None:
         """Number of samples that share statistics of batch norms; None where the model trains none."""
+
+    @property
+    def rows(self) -> RemoteRows | None:
+        """Rows of the model that lie on servers; None where none do."""
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the steps that follow."""

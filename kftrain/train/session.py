@@ -156,6 +156,8 @@ def _set_up(training: Training, world: World, loaded: load.Loaded | None) -> Set
     liveness = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
     with liveness.mark_watched():
         engine, description = build(config, training.task, loader, mesh, loaded.manifest if loaded else None)
+        if engine.rows is not None:
+            engine.rows.connect(training.paths, world, loaded.manifest if loaded else None)
     return Setup(training, loader, validation, liveness, engine, engine.num_parameters, description, first_use)
 
 
@@ -189,6 +191,8 @@ def _take_steps(
         saving.timeout_seconds,
         setup.first_use.make_barrier,
     )
+    if engine.rows is not None:
+        writer.write_tables = engine.rows.save
     tracker = _open_tracker(training.paths, config, scratch) if world.is_main else None
     num_quick = config.evaluate.max_interval_samples
     part = num_quick if setup.validation.num_samples > num_quick else 0
@@ -205,6 +209,8 @@ def _take_steps(
     finally:
         setup.liveness.close()
         writer.close()
+        if engine.rows is not None:
+            engine.rows.close()
         setup.loader.close()
         if tracker is not None:
             tracker.close(timeout_seconds=grace_seconds)

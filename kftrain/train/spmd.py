@@ -42,6 +42,7 @@ from kftrain.train.engine import Agree, Parts, StepResult
 from kftrain.train.loss_scale import LossScale
 from kftrain.train.optimizer import Optimizer, list_parameter_names
 from kftrain.train.optimizer_kinds import SkippingOptimizer
+from kftrain.train.remote_rows import RemoteRows
 from kftrain.train.step import call_after_step, compute_loss_sum, has_after_step, receive_tensors
 
 
@@ -50,6 +51,8 @@ class SpmdEngine:
 
     num_norm_samples: int | None = None
     """Number of samples that share statistics of batch norms; the factory sets it."""
+    rows: RemoteRows | None = None
+    """The rows of the model that lie on servers; the factory sets them."""
 
     def __init__(
         self,

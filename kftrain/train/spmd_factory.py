@@ -55,6 +55,7 @@ from kftrain.train.loss_scale import LossScale
 from kftrain.train.noise_scale import NoiseScale
 from kftrain.train.optimizer import build_optimizer, freeze, seed_rounding
 from kftrain.train.probe import Lender
+from kftrain.train.remote_rows import RemoteRows, attach_new_tables
 from kftrain.train.settings import TrainConfig
 from kftrain.train.spmd import SpmdEngine
 from kftrain.trust import Trust
@@ -110,6 +111,7 @@ def prepare_model(
         world.agree(lambda: require_compiler(world.device))
     model, weights = build_empty(config.model, arguments, world, config.run.seed)
     reader.require_readable(model)
+    attach_new_tables(model, config)
     start = choose_initial_weights(model, weights, config, world) if before is None else weights
     description = describe_export(model, config, task, arguments)
     freeze(model, config.optimizer.groups)
@@ -172,9 +174,12 @@ def make_engine(
     is_scaled = config.precision.compute == "fp16"
     scaling = [LossScale(config.precision.loss_scale, mesh.world.device)] if is_scaled else []
     measuring = [NoiseScale(config, plain.plan, mesh)] if config.train.noise_scale else []
+    rows = [RemoteRows(config, plain.model)] if config.server.num_servers else []
     made: list[Distributed] = []
     # What one stage is refused for the others do not see.
-    mesh.world.agree(lambda: made.append(distribute(plain.model, [*scaling, *measuring, *first, *strategy], mesh, own)))
+    mesh.world.agree(
+        lambda: made.append(distribute(plain.model, [*scaling, *measuring, *rows, *first, *strategy], mesh, own))
+    )
     (distributed,) = made
     plain.start.fill(distributed.roots, on_host=parallel.offload)
     draws = any(one.draws for one in plain.seen)
@@ -197,6 +202,7 @@ def make_engine(
         else None,
         loss_scale=scaling[0] if scaling else None,
     )
+    engine.rows = rows[0] if rows else None
     engine.num_norm_samples = count_norm_samples(plain.norms, plain.plan)
     return engine
 

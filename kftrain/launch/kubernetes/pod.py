@@ -11,7 +11,7 @@ from typing import Any
 from kftrain.launch.kubernetes.fabric import PRESETS, build_environment, build_resources, choose_shared_memory
 from kftrain.launch.kubernetes.kinds.kind import Kind, build_run_labels
 from kftrain.launch.kubernetes.settings import KubernetesConfig
-from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec, Role
+from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, WORKER, JobSpec, Role
 from kftrain.process.machine import LOCKS_MEMORY_ENV, RACK_ENV, SCRATCH_ENV
 
 USER_ID = 1000
@@ -71,7 +71,7 @@ def build_template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesCo
 
 def _build_container(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) -> dict[str, Any]:
     limits = {"cpu": settings.cpu, "memory": settings.memory}
-    if settings.gpus_per_node:
+    if settings.gpus_per_node and role.name == WORKER:  # servers compute on CPUs
         limits[settings.gpu_resource] = str(settings.gpus_per_node)
     limits |= build_resources(settings.fabric)
     environment = {

@@ -2,6 +2,7 @@
 
     stdlib          the running Python's standard library, one record per module      {"text": bytes}
     digits          scikit-learn's 8 x 8 images of digits                             {"image": uint8, "label": int}
+    clicks          a million made-up clicks on 64 million ids                        {"ids": int64, "label": int}
     module:attr     a user's function or iterable                                     whatever it gives
     text files      by suffix (`text_sources.TEXT_SUFFIXES`), one record per file     {"text": bytes}
     *.jsonl         JSON lines, one record per line                                   {"text": bytes, …}
@@ -28,6 +29,7 @@ from kftrain.data.file_content import is_image
 from kftrain.data.schema import SPLITS, Record, Source
 from kftrain.data.settings import CONTENT_KEY, DataConfig
 from kftrain.errors import ConfigError, DataError
+from kftrain.sharding.sources.clicks import ClicksSource
 from kftrain.sharding.sources.digits import DigitsSource
 from kftrain.sharding.sources.huggingface import HuggingFaceSource, is_saved_dataset
 from kftrain.sharding.sources.images import ImageFolderSource
@@ -39,7 +41,11 @@ from kftrain.sharding.sources.user import UserSource
 from kftrain.sharding.sources.webdataset import WebDatasetSource, is_shard, is_shard_pattern
 from kftrain.sharding.sources.windowed import restrict_to_window
 
-BUILT_IN: dict[str, Callable[[], Source]] = {"stdlib": StdlibSource, "digits": DigitsSource}
+BUILT_IN: dict[str, Callable[[], Source]] = {
+    "stdlib": StdlibSource,
+    "digits": DigitsSource,
+    "clicks": ClicksSource,
+}
 
 
 class FileKind(NamedTuple):

@@ -126,3 +126,28 @@ def test_who_starts_jobs_may_create_them_and_who_collects_them_may_not():
         verbs |= {subject["name"]: set(rule["verbs"]) for subject in binding["subjects"]}
     assert verbs["pipeline-runner"] == verbs["kftrain-scheduled"] == {"create", "get", "list", "patch", "delete"}
     assert verbs["kftrain-gc"] == {"get", "list", "delete"}
+
+
+def test_parameter_servers_are_a_role_without_gpus_whose_secret_is_in_no_request():
+    training, resolved = resolve(
+        "server.num_servers=2",
+        "server.tables=[{name: ids, dim: 4}]",
+        "parallel.strategy=ddp",
+        "launch.kubernetes.secrets=[storage, servers]",
+        roles=(),
+    )
+    servers = training.roles[1]
+    assert (servers.name, servers.replicas, servers.processes_per_node) == ("server", 2, 1)
+    assert servers.arguments == ("server", "--run-uri", training.run_uri, "--digest", training.config_digest)
+    job = KIND.build(training, resolved, "kfp-run-id")
+    crds.validate(job, "jobset.x-k8s.io_jobsets.yaml")
+    of_workers, of_servers = (
+        role["template"]["spec"]["template"]["spec"]["containers"][0] for role in job["spec"]["replicatedJobs"]
+    )
+    assert of_servers["command"] == ["kftrain", *servers.arguments]
+    assert of_workers["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert "nvidia.com/gpu" not in of_servers["resources"]["limits"]
+    for container in (of_workers, of_servers):
+        assert [one["secretRef"]["name"] for one in container["envFrom"]] == ["storage", "servers"]
+        assert "KFTRAIN_SERVER_SECRET" not in {variable["name"] for variable in container["env"]}
+    assert job["spec"]["successPolicy"]["targetReplicatedJobs"] == ["worker"]

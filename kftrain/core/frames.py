@@ -1,0 +1,224 @@
+"""The page of protocol that parameter servers and workers share: frames over TCP, a fixed header and raw arrays.
+
+Nothing is unpickled. A connection begins with a proof by both sides that they know the run's secret, without showing
+it; sizes are bounded before memory is taken for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import os
+import socket
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kftrain.errors import ConfigError, LostPeerError
+
+HEADER = struct.Struct("<4sHHIIQQII")
+MAGIC = b"kft1"
+MAX_BODY_BYTES = 2**30
+HANDSHAKE_SECONDS = 10.0
+
+PART_BYTES = 2**21
+"""Bytes of rows after which a new frame begins, so that one end works on a part while the next one travels."""
+
+FrameKeys = NDArray[np.int64]
+FrameValues = NDArray[np.float32]
+
+
+def split_rows(num_rows: int, dim: int) -> list[slice]:
+    """Split rows of `dim` numbers into the parts that travel as a frame each; there is one at least."""
+    num_part_rows = max(1, PART_BYTES // (4 * dim))
+    return [slice(start, start + num_part_rows) for start in range(0, max(1, num_rows), num_part_rows)]
+
+
+class FrameKind(IntEnum):
+    """The kind of a frame: what it asks for, or answers."""
+
+    JOIN = 1
+    """A new process of a worker is there, which knows nothing of a step that an earlier one began; answered by
+    POSITION: the worker's last sequence and its clock."""
+    PULL = 2
+    """Read the keys' weights as of `clock`; answered, once the clock rule allows it, by a WEIGHTS for each part of
+    `split_rows`, whose `clock` tells how many steps all living workers have finished."""
+    PUSH = 3
+    """Gradients of distinct keys, `values` (keys, dim); several in a step are summed. Not answered: the FINISH is."""
+    FINISH = 4
+    """The worker's step `clock` is over; answered by POSITION when all up to it is safe."""
+    LEAVE = 5
+    """The worker is done: nobody waits for it. Answered by POSITION."""
+    SNAPSHOT = 6
+    """Write a snapshot named `clock`; answered by POSITION."""
+    POSITION = 7
+    WEIGHTS = 8
+    REFUSAL = 9
+    """The frame before was wrong; the server says why in its log and closes."""
+    RESUME = 10
+    """The same process of a worker is there again, over another connection; answered by POSITION."""
+    EXPEL = 11
+    """The worker has died, says another one: nobody waits for it. Answered by POSITION."""
+    SAVE = 20
+    """Write the tables beside the checkpoint of step `clock` and attempt `sequence`; answered by POSITION."""
+    LOAD = 21
+    """Forget everything, and take the tables of that checkpoint; of none where `clock` is 0. Answered by POSITION."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A message.
+
+    Args:
+        kind: What it is.
+        table: The number of the table.
+        worker: The number of the worker.
+        sequence: The number of a PUSH, FINISH or LEAVE among those of this worker to this server, from 1.
+        clock: A step of the worker, from 0.
+        keys: Keys of rows.
+        values: Numbers of those rows, one row after another.
+    """
+
+    kind: FrameKind
+    table: int = 0
+    worker: int = 0
+    sequence: int = 0
+    clock: int = 0
+    keys: FrameKeys = field(default_factory=lambda: np.empty(0, np.int64))
+    values: FrameValues = field(default_factory=lambda: np.empty(0, np.float32))
+
+    def encode(self) -> list[memoryview]:
+        """Return what goes over the wire, in parts that are not copied."""
+        sizes = (self.keys.size, self.values.size)
+        header = HEADER.pack(MAGIC, self.kind, self.table, self.worker, 0, self.sequence, self.clock, *sizes)
+        bodies = [np.ascontiguousarray(self.keys).data, np.ascontiguousarray(self.values).data]
+        return [memoryview(header), *(body.cast("B") for body in bodies if body.nbytes)]
+
+
+@dataclass(frozen=True)
+class FrameHeader:
+    """A decoded header, and how long the two arrays behind it are."""
+
+    frame: Frame
+    num_keys: int
+    num_values: int
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes behind the header."""
+        return 8 * self.num_keys + 4 * self.num_values
+
+    def read_body(self, body: memoryview) -> Frame:
+        """Return the frame whose arrays are views of `body`."""
+        keys = np.frombuffer(body, np.int64, self.num_keys)
+        values = np.frombuffer(body, np.float32, self.num_values, 8 * self.num_keys)
+        frame = self.frame
+        return Frame(frame.kind, frame.table, frame.worker, frame.sequence, frame.clock, keys, values)
+
+
+def decode_header(header: bytes | bytearray | memoryview) -> FrameHeader | None:
+    """Decode a header; None if it is none, or of a body that is too large."""
+    magic, kind, table, worker, _, sequence, clock, num_keys, num_values = HEADER.unpack(header)
+    is_known = magic == MAGIC and kind in FrameKind._value2member_map_
+    if not is_known or 8 * num_keys + 4 * num_values > MAX_BODY_BYTES:
+        return None
+    return FrameHeader(Frame(FrameKind(kind), table, worker, sequence, clock), num_keys, num_values)
+
+
+class FrameSocket:
+    """A connection that carries frames. One thread may send while another one receives."""
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._connection = connection
+        self._peer = peer
+        self._header = bytearray(HEADER.size)
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame. Raises LostPeerError where the other end is gone."""
+        parts = frame.encode()
+        try:
+            while parts:
+                num_sent = self._connection.sendmsg(parts)
+                while parts and num_sent >= len(parts[0]):
+                    num_sent -= len(parts.pop(0))
+                if parts:
+                    parts[0] = parts[0][num_sent:]
+        except OSError as error:
+            raise self._lose(f"the connection broke: {error}") from error
+
+    def receive(self, values_memory: FrameValues | None = None) -> Frame:
+        """Wait for a frame. Its values lie in `values_memory` if that has room, else in memory of their own.
+
+        Raises LostPeerError where the other end is gone, or sends what is no frame.
+        """
+        self._fill(memoryview(self._header))
+        header = decode_header(self._header)
+        if header is None:
+            raise self._lose("something else than a frame came, or one that is too large")
+        keys = np.empty(header.num_keys, np.int64)
+        if values_memory is None or values_memory.size < header.num_values:
+            values_memory = np.empty(header.num_values, np.float32)
+        values = values_memory[: header.num_values]
+        for memory in (keys.data, values.data):
+            if memory.nbytes:
+                self._fill(memory.cast("B"))
+        return dataclasses.replace(header.frame, keys=keys, values=values)
+
+    def authenticate(self, secret: bytes, is_server: bool) -> None:
+        """Prove to the other end that this one knows the secret, and have it prove the same, before any frame.
+
+        Each side signs both random numbers and its own role, so that neither an old proof nor one's own is of use.
+
+        Raises ConfigError if the other end has another secret.
+        """
+        self._limit_waits(HANDSHAKE_SECONDS)
+        ours, theirs = os.urandom(32), memoryview(bytearray(32))
+        self._send_bytes(ours)
+        self._fill(theirs)
+        numbers = (ours + theirs) if is_server else (bytes(theirs) + ours)
+        roles = (b"server", b"worker") if is_server else (b"worker", b"server")
+        proofs = [hmac.digest(secret, role + numbers, "sha256") for role in roles]
+        self._send_bytes(proofs[0])
+        self._fill(theirs)
+        if not hmac.compare_digest(proofs[1], theirs):
+            self.close()
+            raise ConfigError("the other end has another secret than this run's", where=self._peer)
+        self._limit_waits(None)
+
+    def close(self) -> None:
+        """Close the connection; whoever waits in `receive` gets LostPeerError."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _lose(self, what: str) -> LostPeerError:
+        self.close()
+        return LostPeerError(what, where=self._peer)
+
+    def _limit_waits(self, seconds: float | None) -> None:
+        try:
+            self._connection.settimeout(seconds)
+        except OSError as error:  # another thread has closed it
+            raise self._lose(f"the connection is closed: {error}") from error
+
+    def _send_bytes(self, content: bytes) -> None:
+        try:
+            self._connection.sendall(content)
+        except OSError as error:
+            raise self._lose(f"the connection broke: {error}") from error
+
+    def _fill(self, memory: memoryview) -> None:
+        try:
+            while memory:
+                num_received = self._connection.recv_into(memory)
+                if not num_received:
+                    raise self._lose("the other end closed the connection")
+                memory = memory[num_received:]
+        except OSError as error:
+            raise self._lose(f"the connection broke: {error}") from error

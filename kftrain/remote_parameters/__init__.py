@@ -1,0 +1,1 @@
+"""The workers' side of the parameter server: which server holds a key, and the connection to them all."""

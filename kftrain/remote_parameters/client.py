@@ -1,0 +1,142 @@
+"""Tables on servers, as a worker sees them: read rows by key, push gradients, end the step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from kftrain.core.frames import Frame, FrameKeys, FrameKind, FrameValues, split_rows
+from kftrain.core.ring import Ring
+from kftrain.remote_parameters.link import Link, ServerAddress
+
+PATIENCE_SECONDS = 60.0
+
+CURRENT_LANE = 0
+AHEAD_LANE = 1
+
+
+class RemoteTables:
+    """The tables of all servers.
+
+    Args:
+        servers: The servers, the same for every worker.
+        dims: Name of a table -> weights of a row, in the order of the servers' own tables.
+        worker: The number of this worker.
+        secret: What all processes of the run know.
+        patience_seconds: How long a server may be away before LostPeerError is raised.
+        max_ahead: The servers' clock rule, which every read is held against; None where there is none.
+
+    Attributes:
+        staleness: How many steps the slowest living worker was behind the step that was read for -> reads.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[ServerAddress],
+        dims: Mapping[str, int],
+        worker: int,
+        secret: bytes,
+        patience_seconds: float = PATIENCE_SECONDS,
+        max_ahead: int | None = None,
+    ) -> None:
+        self.staleness: Counter[int] = Counter()
+        self._max_ahead = max_ahead
+        self._dims = dict(dims)
+        self._numbers = {name: number for number, name in enumerate(dims)}
+        self._worker = worker
+        self._ring = Ring([server.name for server in servers])
+        self._links = [Link(server, worker, secret, patience_seconds) for server in servers]
+        # A thread of its own reads ahead, so that the rows of the next step come while this one is computed.
+        self._reader = ThreadPoolExecutor(1, "remote-tables")
+        self._reads_ahead: dict[str, tuple[FrameKeys, Future[FrameValues]]] = {}
+
+    @property
+    def clock(self) -> int:
+        """Steps that this worker has finished on all servers."""
+        return min(link.clock for link in self._links)
+
+    def pull(self, table: str, keys: FrameKeys) -> FrameValues:
+        """Read the weights (keys, dim) for this step; waits where the clock rule says so."""
+        if table in self._reads_ahead:
+            asked_keys, future = self._reads_ahead.pop(table)
+            if np.array_equal(asked_keys, keys):
+                return future.result()
+        return self._read(CURRENT_LANE, table, keys, self.clock)
+
+    def pull_ahead(self, table: str, keys: FrameKeys) -> None:
+        """Ask for what the next step will pull; it is as new as the clock rule asks of that step."""
+        keys = keys.copy()
+        self._reads_ahead[table] = (keys, self._reader.submit(self._read, AHEAD_LANE, table, keys, self.clock + 1))
+
+    def push(self, table: str, keys: FrameKeys, gradients: FrameValues) -> None:
+        """Send gradients (keys, dim) of distinct keys, to be applied once; leave both alone until `finish_step`."""
+        for link, places in self._split_by_owner(keys):
+            if link.clock > self.clock:
+                continue  # a process of this worker died in `finish_step`, when this server had acknowledged it
+            owned_keys, owned_gradients = keys[places], np.ascontiguousarray(gradients[places])
+            # Without keys too: a table counts its updates, and the step of Adam is the same on all servers.
+            for part in split_rows(len(owned_keys), self._dims[table]):
+                values = owned_gradients[part].reshape(-1)
+                link.push(Frame(FrameKind.PUSH, self._numbers[table], keys=owned_keys[part], values=values))
+
+    def finish_step(self) -> None:
+        """End the step on all servers, and wait until they have acknowledged what was pushed."""
+        links = [link for link in self._links if link.clock == self.clock]
+        for link in links:
+            link.push(Frame(FrameKind.FINISH, clock=link.clock))
+        for link in links:
+            link.finish()
+
+    def leave(self) -> None:
+        """Let nobody wait for this worker any more, and close the connections."""
+        for link in self._links:
+            link.push(Frame(FrameKind.LEAVE))
+            link.finish()
+        self.close()
+
+    def expel(self, worker: int) -> None:
+        """Let nobody wait for a worker that has died; what it pushed in the step that it did not finish is dropped."""
+        for link in self._links:
+            link.expel(worker)
+
+    def request_snapshot(self, number: int) -> None:
+        """Have all servers write their snapshot of this number. No worker may be in the middle of a step."""
+        for link in self._links:
+            link.request_snapshot(number)
+
+    def close(self) -> None:
+        """Close the connections; the servers still count on this worker."""
+        for link in self._links:
+            link.close()
+        self._reader.shutdown(cancel_futures=True)
+
+    def _read(self, lane: int, table: str, keys: FrameKeys, clock: int) -> FrameValues:
+        dim = self._dims[table]
+        weights = np.empty((len(keys), dim), np.float32)
+        requests = []
+        for link, places in self._split_by_owner(keys):
+            frame = Frame(FrameKind.PULL, self._numbers[table], self._worker, clock=clock, keys=keys[places])
+            if frame.keys.size:
+                link.start_read(lane, frame)
+                requests.append((link, places, frame))
+        for link, places, frame in requests:
+            is_whole = isinstance(places, slice)
+            owned_weights = weights if is_whole else np.empty((frame.keys.size, dim), np.float32)
+            self._note_staleness(clock, link.finish_read(lane, frame, owned_weights))
+            if not is_whole:
+                weights[places] = owned_weights
+        return weights
+
+    def _note_staleness(self, clock: int, finished: int) -> None:
+        staleness = max(0, clock - finished)
+        assert self._max_ahead is None or staleness <= self._max_ahead, f"a read is {staleness} steps behind"
+        self.staleness[staleness] += 1
+
+    def _split_by_owner(self, keys: FrameKeys) -> list[tuple[Link, FrameKeys | slice]]:
+        if len(self._links) == 1:
+            return [(self._links[0], slice(None))]
+        owners = self._ring.find_owners(keys)
+        return [(link, np.flatnonzero(owners == number)) for number, link in enumerate(self._links)]

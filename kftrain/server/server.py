@@ -1,0 +1,206 @@
+"""A server: a thread for each connection around one state, and a log that is synced before an acknowledgement."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kftrain.core import storage
+from kftrain.core.frames import Frame, FrameKind, FrameSocket, split_rows
+from kftrain.errors import CheckpointError, ConfigError, LostPeerError, StorageError
+from kftrain.server.clock import count_finished, may_begin
+from kftrain.server.log import FrameLog, replay
+from kftrain.server.state import RECORDED, UNNUMBERED, ServerState
+
+logger = logging.getLogger(__name__)
+
+
+class Server:
+    """Serves a state to everyone who knows the secret.
+
+    Args:
+        state: A new state; the last snapshot and the log behind it are loaded into it first.
+        folder: Where snapshots and log lie.
+        secret: What all processes of the run know.
+        host: The address to listen on.
+        port: The port; 0 picks a free one.
+    """
+
+    def __init__(self, state: ServerState, folder: Path, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._state = state
+        self._folder = folder
+        self._secret = secret
+        number = max(list_snapshots(folder), default=None)
+        if number is not None:
+            state.load_snapshot(folder / f"snapshot-{number}")
+        log_path = folder / f"frames-{number}.log"
+        for frame in replay(log_path):
+            state.apply(frame)
+        self._log = FrameLog(log_path)
+        self._readable_position = 0  # bytes of the log that have to be safe for what the tables hold to be read
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._sockets: set[FrameSocket] = set()
+        self._connections: dict[int, FrameSocket] = {}  # of each worker, the one that may change the state
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server((host, port))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+
+    def start(self) -> None:
+        """Begin to answer, in threads."""
+        self._start_thread(self._accept)
+
+    def stop(self) -> None:
+        """Close all connections and wait for the threads; the log holds everything that was acknowledged."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+            for connection in self._sockets:
+                connection.close()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which closing alone does not
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+        self._log.close()
+
+    def _start_thread(self, work: object, *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                return  # stopped
+            self._start_thread(self._serve, FrameSocket(connection, f"{peer[0]}:{peer[1]}"))
+
+    def _serve(self, connection: FrameSocket) -> None:
+        with self._changed:
+            self._sockets.add(connection)
+            if self._is_stopped:
+                connection.close()
+        try:
+            connection.authenticate(self._secret, is_server=True)
+            is_refused = False
+            while not (is_refused or self._is_stopped):
+                for answer in self._answer(connection.receive(), connection):
+                    connection.send(answer)
+                    is_refused = answer.kind is FrameKind.REFUSAL
+        except (LostPeerError, ConfigError) as error:
+            if not self._is_stopped:
+                logger.info("a worker's connection ended: %s", error)
+        except StorageError as error:  # what waits for an acknowledgement does not get one
+            logger.error("%s", error)
+        finally:
+            with self._changed:
+                self._sockets.discard(connection)
+            connection.close()
+
+    def _answer(self, frame: Frame, connection: FrameSocket) -> Iterator[Frame]:
+        """Do what a frame asks for and yield the answers: none to a PUSH, none once stopped."""
+        if frame.kind is FrameKind.PULL:
+            yield from self._pull(frame)
+        elif frame.kind is FrameKind.SNAPSHOT:
+            yield self._write_snapshot(frame)
+        elif frame.kind in RECORDED:
+            answer = self._record(frame, connection)
+            if answer is not None:
+                yield answer
+        elif frame.kind is FrameKind.RESUME:
+            yield self._resume(frame, connection)
+        else:
+            yield self._refuse(frame, "it is no request")
+
+    def _record(self, frame: Frame, connection: FrameSocket) -> Frame | None:
+        with self._changed:
+            if frame.kind is FrameKind.JOIN:
+                self._connections[frame.worker] = connection
+            elif frame.kind not in UNNUMBERED and self._connections.get(frame.worker) is not connection:
+                # What a dead process left in the network would else be taken for its successor's.
+                return self._refuse(frame, "the worker has another connection by now")
+            if flaw := self._state.find_flaw(frame):
+                return self._refuse(frame, flaw)
+            # Logged before it is applied, under one lock: a replay applies the same frames in the same order.
+            # One that comes again may not have been synced the first time: its acknowledgement waits all the same.
+            log = self._log
+            position = log.num_bytes if self._state.is_old(frame) else log.append(frame)
+            self._state.apply(frame)
+            if frame.kind is FrameKind.PUSH:
+                return None
+            self._readable_position = position
+            self._changed.notify_all()
+            answer = self._describe_position(frame.worker)
+        log.sync(position)
+        return answer
+
+    def _resume(self, frame: Frame, connection: FrameSocket) -> Frame:
+        with self._changed:
+            if frame.worker in self._state.clocks:
+                self._connections[frame.worker] = connection
+                return self._describe_position(frame.worker)
+        return self._refuse(frame, "it has not joined, or was expelled")
+
+    def _pull(self, frame: Frame) -> Iterator[Frame]:
+        state = self._state
+        if frame.table >= len(state.tables):
+            yield self._refuse(frame, f"there is no table {frame.table}")
+            return
+        table = state.tables[frame.table]
+        for part in split_rows(len(frame.keys), table.spec.dim):
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_stopped or may_begin(state.clocks, frame.clock, state.max_ahead)
+                )
+                if self._is_stopped:
+                    return
+                finished = count_finished(state.clocks) if state.clocks else frame.clock
+                log, position = self._log, self._readable_position
+                weights = table.read(frame.keys[part])
+            # Nobody reads what a crash may take back: a later read would see an older row.
+            log.sync(position)
+            yield Frame(FrameKind.WEIGHTS, frame.table, frame.worker, clock=finished, values=weights)
+
+    def _write_snapshot(self, frame: Frame) -> Frame:
+        with self._changed:
+            if not self._state.is_between_steps:
+                return self._refuse(frame, "a step is not over")
+            if frame.clock not in list_snapshots(self._folder):  # it may be asked for again after a lost connection
+                self._state.write_snapshot(self._folder / f"snapshot-{frame.clock}")
+                log, self._log = self._log, FrameLog(self._folder / f"frames-{frame.clock}.log")
+                self._readable_position = 0
+                log.close()
+        return Frame(FrameKind.POSITION, clock=frame.clock)
+
+    def _describe_position(self, worker: int) -> Frame:
+        sequence, clock = self._state.sequences[worker], self._state.clocks.get(worker, 0)
+        return Frame(FrameKind.POSITION, worker=worker, sequence=sequence, clock=clock)
+
+    def _refuse(self, frame: Frame, flaw: str) -> Frame:
+        logger.error("refused a %s of worker %d: %s", frame.kind.name, frame.worker, flaw)
+        return Frame(FrameKind.REFUSAL, worker=frame.worker, keys=np.empty(0, np.int64))
+
+
+def list_snapshots(folder: Path) -> list[int]:
+    """List the numbers of a server's snapshots."""
+    return sorted(int(path.name.removeprefix("snapshot-")) for path in folder.glob("snapshot-*"))
+
+
+def rewind(folder: Path, number: int) -> None:
+    """Forget what came after a snapshot: the run goes back to the checkpoint of that number. No server may be running.
+
+    Raises CheckpointError if there is no such snapshot; nothing is forgotten then.
+    """
+    if number not in list_snapshots(folder):
+        raise CheckpointError("the server has no snapshot of this checkpoint", where=str(folder), value=number)
+    for later in list_snapshots(folder):
+        if later > number:
+            storage.remove(str(folder / f"snapshot-{later}"))
+    for path in folder.glob("frames-*.log"):
+        path.unlink()

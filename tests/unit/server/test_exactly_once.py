@@ -1,0 +1,150 @@
+"""Seeded histories of power cuts, dead workers and lost connections: each finished step is in the table once.
+
+Weights begin at zero and only grow, by whole numbers, so that a float32 sum shows one lost or repeated push whatever
+the order, and an older row that is read after a newer one shows as a smaller number.
+"""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kftrain.core.frames import Frame, FrameKind
+from kftrain.remote_parameters.client import RemoteTables
+from kftrain.remote_parameters.link import ServerAddress
+from kftrain.server.optimizers import RowSgd
+from kftrain.server.server import Server
+from kftrain.server.state import ServerState
+from kftrain.server.table import RowTable, TableSpec
+
+pytestmark = pytest.mark.timeout(600)
+
+SECRET = b"of the run"
+KEYS = np.arange(30)
+NUM_WORKERS = 3
+NUM_STEPS = 5
+RULES = [0, 1, None]
+
+
+class CuttableServer:
+    """A server whose power can be cut: of what it has not synced, its log keeps a part that chance decides."""
+
+    def __init__(self, folder, max_ahead, chance):
+        self._folder = folder
+        self._max_ahead = max_ahead
+        self._chance = chance
+        folder.mkdir()
+        self._server = self._start(0)
+        self.address = ServerAddress(folder.name, *self._server.address)
+
+    def _start(self, port):
+        spec = TableSpec("t", 2, 1, initial="uniform", initial_scale=0.0)
+        state = ServerState([RowTable(spec, RowSgd(-1.0), self._folder)], self._max_ahead)
+        server = Server(state, self._folder, SECRET, port=port)
+        server.start()
+        return server
+
+    def cut_power(self):
+        log = self._server._log
+        with log._changed:  # from now on nobody gets an acknowledgement
+            log._error = OSError("no power")
+            num_safe_bytes = log._num_synced_bytes
+            log._changed.notify_all()
+        self._server.stop()
+        (path,) = self._folder.glob("frames-*.log")
+        with path.open("r+b") as file:
+            file.truncate(self._chance.randint(num_safe_bytes, max(num_safe_bytes, path.stat().st_size)))
+        self._server = self._start(self.address.port)
+
+    def drop_connections(self):
+        for connection in list(self._server._sockets):
+            connection.close()
+
+    def stop(self):
+        self._server.stop()
+
+
+def draw_push(seed, worker, step):
+    rng = np.random.default_rng([seed, worker, step])
+    keys = np.unique(rng.integers(0, len(KEYS), 8))
+    return keys, rng.integers(1, 9, (len(keys), 2)).astype(np.float32)
+
+
+def work(servers, worker, seed, max_ahead, reads):
+    """Train to the last step as a worker whose process may die anywhere in a step and begin again."""
+    chance = random.Random(f"{seed} {worker}")
+
+    def join():
+        return RemoteTables([one.address for one in servers], {"t": 2}, worker, SECRET, 60.0, max_ahead)
+
+    tables = join()
+    while (step := tables.clock) < NUM_STEPS:
+        reads.append(tables.pull("t", KEYS))
+        tables.push("t", *draw_push(seed, worker, step))
+        time.sleep(0.01 * chance.random())
+        if chance.random() < 0.15:
+            if len(servers) == 2 and chance.random() < 0.5:  # one server has acknowledged the step already
+                link = tables._links[chance.randrange(2)]
+                if link.clock == step:
+                    link.push(Frame(FrameKind.FINISH, clock=step))
+                    link.finish()
+            tables.close()
+            tables = join()
+            continue
+        tables.finish_step()
+    return tables
+
+
+def run_history(folder, seed):
+    chance = random.Random(seed)
+    max_ahead = RULES[seed % len(RULES)]
+    servers = [CuttableServer(folder / f"s{number}", max_ahead, chance) for number in range(1 + seed % 2)]
+    reads = [[] for _ in range(NUM_WORKERS)]
+    ends = [None] * NUM_WORKERS
+    # All are there before any begins: a worker that comes later begins where the slowest is.
+    for worker in range(NUM_WORKERS):
+        RemoteTables([one.address for one in servers], {"t": 2}, worker, SECRET, 60.0).close()
+
+    def train(worker):
+        ends[worker] = work(servers, worker, seed, max_ahead, reads[worker])
+
+    threads = [threading.Thread(target=train, args=(worker,), daemon=True) for worker in range(NUM_WORKERS)]
+    for thread in threads:
+        thread.start()
+    for _ in range(4):
+        time.sleep(0.03 * chance.random())
+        getattr(chance.choice(servers), chance.choice(["cut_power", "cut_power", "drop_connections"]))()
+    for thread in threads:
+        thread.join(60)
+    assert None not in ends, f"seed {seed}: a worker waits for ever, or failed"
+    expected = np.zeros((len(KEYS), 2), np.float32)
+    for worker in range(NUM_WORKERS):
+        for step in range(NUM_STEPS):
+            keys, gradients = draw_push(seed, worker, step)
+            expected[keys] += gradients
+    reads[0].append(ends[0].pull("t", KEYS))
+    for tables in ends:
+        tables.close()
+    for server in servers:
+        server.stop()
+    assert np.array_equal(reads[0][-1], expected), f"seed {seed}: a push is lost, or there twice"
+    assert all((np.diff(of_worker, axis=0) >= 0).all() for of_worker in reads), f"seed {seed}: a row got older"
+
+
+def make_folder(tmp_path, seed):
+    folder = tmp_path / str(seed)
+    folder.mkdir()
+    return folder
+
+
+def test_every_finished_step_is_in_the_table_once_and_no_row_gets_older(tmp_path):
+    for seed in range(12):
+        run_history(make_folder(tmp_path, seed), seed)
+
+
+@pytest.mark.slow  # 100 more histories
+def test_more_histories(tmp_path):
+    for seed in range(12, 112):
+        run_history(make_folder(tmp_path, seed), seed)
