@@ -77,7 +77,7 @@ MUTANTS = [
         "kftrain/server/server.py",
         "            answer = self._describe_position(frame.worker)\n        log.sync(position)\n",
         "            answer = self._describe_position(frame.worker)\n",
-        "tests/unit/server/test_exactly_once.py -k once",
+        "tests/unit/server/test_histories_of_updates.py -k once",
     ),
     Mutant(
         "a server lets others read what its disk does not have",
@@ -105,7 +105,7 @@ MUTANTS = [
         "kftrain/remote_parameters/client.py",
         "            if link.clock > self.clock:\n",
         "            if False:\n",
-        "tests/unit/server/test_exactly_once.py -k once",
+        "tests/unit/server/test_histories_of_updates.py -k once",
     ),
     Mutant(
         "rows that are remembered outlive a removal",
