@@ -249,11 +249,11 @@ def replace_parameters(
 @contextlib.contextmanager
 def stand_in(places: Sequence[tuple[nn.Module, str, Any, Any]]) -> Iterator[None]:
     """Let values stand in for parameters within the block. `places`: module, key, parameter and value of each."""
-    flags = [value.requires_grad for *_, value in places]
+    flags, plain_types = [value.requires_grad for *_, value in places], (nn.Parameter, DTensor)
     for module, key, parameter, value in places:
-        if attributes := vars(parameter):
-            vars(value).update(attributes)
-        if type(parameter) not in (nn.Parameter, DTensor):
+        if attributes := parameter.__dict__:
+            value.__dict__.update(attributes)
+        if type(parameter) not in plain_types:
             value.__class__ = type(parameter)
         module._parameters[key] = value
     try:

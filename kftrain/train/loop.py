@@ -90,6 +90,8 @@ class Loop:
         writer.keep_every = config.checkpoint.keep_every
         writer.selected = lambda: self.best.selection
         self._data_metrics = DataMetrics(loader.counters, world, config.data.cache_dir)
+        # As the device has it, in fp32: 0.1 is a little larger there, and would never be reached.
+        self._least_scale = float(np.float32(config.precision.loss_scale.minimum))
         self._num_nonfinite = 0
         self._last_recorded = 0
         self._pending: tuple[int, StepNumbers] | None = None
@@ -198,8 +200,7 @@ class Loop:
         done, measured = self._pending
         self._pending = None
         self._local_loss, self._gradient_norm, self._step_metrics = measured.read()
-        # The least scale as the device has it, in fp32: 0.1 is a little larger there, and would never be reached.
-        minimum = float(np.float32(self._config.precision.loss_scale.minimum))
+        minimum = self._least_scale
         scale = self._step_metrics.get(loss_scale.PART, 0.0)
         if math.isfinite(self._gradient_norm):
             self._num_nonfinite = 0

@@ -104,6 +104,7 @@ class SpmdEngine:
         self.num_parameters = sum(parameter.numel() for parameter in self._parameters)
         """Numbers in all parameters of the model, over all processes."""
         self._has_hook = has_after_step(model)
+        self._takes_weights = hasattr(model, "take_row_weights")
         self._norm_group = self.mesh.norm_group()
         self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.needs_same_calls else None
 
@@ -208,7 +209,7 @@ class SpmdEngine:
             self.norms.begin(tensors.weight)
         if self._log is not None:
             self._log.take()  # forget the calls of a validation in between
-        loss = compute_loss_sum(self.model, self.task, tensors, self.mesh.sequence_cut)
+        loss = compute_loss_sum(self.model, self.task, tensors, self.mesh.sequence_cut, self._takes_weights)
         if self._log is not None:  # before the backward pass, which would wait for the others' blocks
             blocks.require_same_calls(self._calls, self._log.take())
         return loss

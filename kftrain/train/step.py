@@ -180,17 +180,23 @@ def receive_tensors(task: TrainingTask, micro: MicroBatch, device: torch.device)
 
 
 def compute_loss_sum(
-    model: Callable[..., Any], task: TrainingTask, tensors: Tensors, cut: SequenceCut = WHOLE_SEQUENCES
+    model: Callable[..., Any],
+    task: TrainingTask,
+    tensors: Tensors,
+    cut: SequenceCut = WHOLE_SEQUENCES,
+    takes_weights: bool = True,
 ) -> torch.Tensor:
     """Compute the sum of the loss terms, fp32, auxiliary ones among them.
 
-    `cut`: the places that the model has computed; it is given whole sequences.
+    `cut`: the places that the model has computed; it is given whole sequences. `takes_weights`: False for a model that
+    is known to have no `take_row_weights`, since a module takes long to say so.
 
     Raises UserCodeError for what is no scalar with a gradient.
     """
     inputs = arguments_of(task, tensors.batch)
     with user_code("model.forward"):
-        give_row_weights(model, tensors.weight)
+        if takes_weights:
+            give_row_weights(model, tensors.weight)
         loss: torch.Tensor = compute_within(
             model, inputs, lambda returned: finish_loss_sum(returned, task, tensors, cut)
         )
