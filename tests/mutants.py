@@ -660,8 +660,8 @@ MUTANTS = [
     Mutant(
         "a least scale that fp32 rounds up is never reached",
         "kftrain/train/loop.py",
-        "float(np.float32(self._config.precision.loss_scale.minimum))",
-        "self._config.precision.loss_scale.minimum",
+        "float(np.float32(config.precision.loss_scale.minimum))",
+        "config.precision.loss_scale.minimum",
         "tests/unit/train/test_loop.py -k fp32_rounds",
     ),
     Mutant(

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.credentials import SERVER_SECRET_VARIABLE
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 def run_server(paths: RunPaths, digest: str, number: int) -> None:
     """Serve until SIGTERM. Raises ConfigError where the run's secret is not in the environment."""
     config = read_job_config(paths, digest)
+    torch.set_num_threads(1)  # a server shares its node with others, and its rows are too short for several
     secret = read_secret()
     is_stopped = threading.Event()
     with handle_signals(STOP, lambda *_: is_stopped.set()), tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
