@@ -13,7 +13,7 @@ NUM_FIELDS, DIM = 3, 4
 
 SECRET = "only for this test"
 
-SOURCE = ClicksSource(num_rows=600, num_fields=NUM_FIELDS, num_keys=60)
+SOURCE = ClicksSource(num_rows=600, num_fields=NUM_FIELDS, num_keys=60, exponent=0.6)
 
 TEXT = """
 run: {name: clicks, seed: 2}

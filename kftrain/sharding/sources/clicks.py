@@ -26,16 +26,16 @@ class ClicksSource(Source):
         num_rows: Number of records.
         num_fields: Ids of a record.
         num_keys: Ids that a field may have.
-        exponent: Exponent of Zipf's law: an id is drawn in proportion to its rank to the power of minus this.
+        exponent: Exponent of Zipf's law: an id is drawn in proportion to its rank to the power of minus this; not 1.
         seed: Seed of ids and labels.
     """
 
     def __init__(
         self,
-        num_rows: int = 1_000_000,
+        num_rows: int = 3_000_000,
         num_fields: int = 16,
         num_keys: int = 4_000_000,
-        exponent: float = 0.6,
+        exponent: float = 0.99,
         seed: int = 0,
     ) -> None:
         self.num_rows = num_rows

@@ -2,7 +2,7 @@
 
     stdlib          the running Python's standard library, one record per module      {"text": bytes}
     digits          scikit-learn's 8 x 8 images of digits                             {"image": uint8, "label": int}
-    clicks          a million made-up clicks on 64 million ids                        {"ids": int64, "label": int}
+    clicks          three million made-up clicks on 64 million ids                        {"ids": int64, "label": int}
     module:attr     a user's function or iterable                                     whatever it gives
     text files      by suffix (`text_sources.TEXT_SUFFIXES`), one record per file     {"text": bytes}
     *.jsonl         JSON lines, one record per line                                   {"text": bytes, …}

@@ -52,7 +52,7 @@ def gradient_averaged():
     return averages
 
 
-def averaged(bucket, group, dtype, note):
+def averaged(bucket, group, dtype, note, nodes):
     return allreduce_hook(group, bucket)
 
 

@@ -52,7 +52,12 @@ def test_a_users_class_or_function_is_called_with_arguments_and_options():
     ("config", "arguments", "where", "part"),
     [
         (ModelConfig(kind="transformr"), TEXT, "model.kind", "did you mean 'transformer'?"),
-        (ModelConfig(kind="zzz"), TEXT, "model.kind", "known: mixture_of_experts, transformer, vision_transformer"),
+        (
+            ModelConfig(kind="zzz"),
+            TEXT,
+            "model.kind",
+            "known: click_network, mixture_of_experts, transformer, vision",
+        ),
         (ModelConfig(num_layer=2), TEXT, "model.num_layer", "did you mean 'num_layers'?"),
         (ModelConfig(dim=0), TEXT, "model.dim", "greater than or equal to 1"),
         (ModelConfig(dim="wide"), TEXT, "model.dim", "integer"),

@@ -96,7 +96,7 @@ def test_a_missing_path_is_a_data_error_and_a_misspelled_name_a_config_error_wit
             resolve(name)
     with pytest.raises(ConfigError, match="did you mean 'stdlib'"):
         resolve("stdlb")
-    with pytest.raises(ConfigError, match="known: stdlib, digits, module:attr, or a path to text files"):
+    with pytest.raises(ConfigError, match="known: stdlib, digits, clicks, module:attr, or a path to text files"):
         resolve("zzzz")
 
 
