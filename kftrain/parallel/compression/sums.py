@@ -102,7 +102,7 @@ class CompressedSums:
         """Gradients and what was kept; after the exchange what is to be kept if the step counts."""
         self._feedback = torch.zeros(length if self.has_feedback else 0, device=device)
         self._state = {"lost": self._feedback} if self.has_feedback else {}
-        """Tensors that a checkpoint holds, summed over all processes, by name."""
+        """Tensors of which a checkpoint holds the sums over all processes, by name."""
         self._changes = [(self._feedback, self._work)] if self.has_feedback else []
         """Pairs of what is kept from step to step, and its value if this step counts."""
 
