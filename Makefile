@@ -15,6 +15,8 @@ DISTURB ?=
 # Of make lock: --upgrade, or --upgrade-package NAME.
 LOCK ?=
 E2E ?= tests/e2e -m "not full"
+# Of make launchers: backends at a time.
+AT_ONCE ?= 4
 # Of make bench-data and bench-train: rounds, share of the samples, and which rows (empty: all).
 ROUNDS ?= 5
 SCALE ?= 1
@@ -26,8 +28,9 @@ TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train bench-server scale compile images lock e2e e2e-full launchers clean
 
+# In fp32: processors without AVX-512 emulate bf16, fifty times as slowly.
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model, compare its versions; each call takes the next seed
-	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
+	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set precision.compute=fp32 --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
 	$(BIN)/kftrain models compare --run "$$(ls -td $(DEMO)/runs/*/ | head -1)" --html $(DEMO)/compare.html
 
 # Slow files come first in the alphabet, and stay there: the short ones fill what is left of the time.
@@ -69,6 +72,7 @@ bench-train: $(VENV)/.ready .bench-train/.ready  ## the training loop against it
 bench-server: $(VENV)/.ready  ## the parameter server against a bare socket, Redis and torch's RPC
 	$(BIN)/python benchmarks/parameter_server.py memory
 	$(BIN)/python benchmarks/parameter_server.py traffic
+	$(BIN)/python benchmarks/server_join.py
 
 .bench-train/.ready: $(VENV)/.ready benchmarks/train/peers.txt
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .bench-train
@@ -101,12 +105,17 @@ e2e: $(VENV)/.ready  ## the core on a real cluster; without one every test says 
 	$(BIN)/pytest $(E2E) --kubeconfig "$(KUBECONFIG)" --engine "$(ENGINE)" --base "$(BASE)" --load "$(LOAD)" --build-flags "$(BUILD_FLAGS)" \
 	  --disturb "$(DISTURB)"
 
-launchers: $(VENV)/.ready  ## the promises of every launcher, each against the real thing where it is installed; prints the matrix
-	$(MAKE) e2e E2E="tests/launchers --record"
-	$(BIN)/python tests/launchers/record.py
+launchers: $(VENV)/.ready  ## installs every launcher's real thing where it can, and asks each for its promises; prints the matrix
+	AT_ONCE=$(AT_ONCE) KUBECONFIG="$(KUBECONFIG)" tests/launchers/run.sh
+
+.ray/.ready: $(VENV)/.ready images/trainer/ray.lock
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .ray
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .ray/bin/python -c constraints.txt -e '.[train,tracking,s3,ray]' \
+	  "$$(grep -o '^ray\S*==[0-9.]*' images/trainer/ray.lock)"
+	touch $@
 
 e2e-full:  ## everything there
 	$(MAKE) e2e E2E=tests/e2e
 
 clean:
-	rm -rf $(VENV) $(DEMO) .bench .bench-train .e2e build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEMO) .bench .bench-train .ray .e2e build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -7,6 +7,7 @@ Rounds alternate between the server, a socket that sends the same bytes both way
 RPC on a dense table, and Redis where `redis-server` is installed; the ratios are of the medians.
 """
 
+import functools
 import multiprocessing
 import os
 import shutil
@@ -24,7 +25,9 @@ from torch.distributed import rpc
 
 from kftrain.remote_parameters.client import RemoteTables
 from kftrain.remote_parameters.link import ServerAddress
+from kftrain.server.chain import Chain
 from kftrain.server.optimizers import RowSgd
+from kftrain.server.process import NoLog
 from kftrain.server.server import Server
 from kftrain.server.state import ServerState
 from kftrain.server.table import RowTable, TableSpec
@@ -50,10 +53,14 @@ def measure_memory(num_rows):
         print(f"{len(table)} rows of {DIM} floats in {time.monotonic() - start:.1f} s, {worst:.3f} of their numbers")
 
 
-def run_server(folder, pipe):
+def run_server(folder, copy, pipe):
+    """A server whose log is on disk, or, as in a run, in memory: alone (`copy` is ""), or with the copy at a port."""
     torch.set_num_threads(1)  # a part of a push is too small for two
     state = ServerState([RowTable(TableSpec("t", DIM, 0), RowSgd(0.1), folder)], 0)
     server = Server(state, folder, SECRET)
+    if copy is not None:
+        server._log.close()
+        server._log = Chain("127.0.0.1", copy, SECRET, server.stop) if copy else NoLog()
     server.start()
     pipe.send(server.address)
     pipe.recv()
@@ -145,14 +152,20 @@ def measure_traffic(num_rounds):
     keys = np.unique(np.random.default_rng(0).integers(-(2**60), 2**60, NUM_ROWS))
     gradients = np.ones((NUM_ROWS, DIM), np.float32)
     with tempfile.TemporaryDirectory() as folder:
-        _, stop_server, address = start(run_server, Path(folder))
+        ports = {"server, log on disk": start(run_server, Path(folder), None)}
+        ports["server, as in a run"] = start(run_server, Path(folder), "")
+        copy = start(run_server, Path(folder), "")
+        ports["server, copies: 2"] = start(run_server, Path(folder), copy[2][1])
         _, stop_echo, echo_address = start(run_echo)
-        tables = RemoteTables([ServerAddress("s0", *address)], {"t": DIM}, 0, SECRET)
+        clients = {
+            name: RemoteTables([ServerAddress("s0", *address)], {"t": DIM}, 0, SECRET)
+            for name, (_, _, address) in ports.items()
+        }
         echo = socket.create_connection(echo_address)
         echo.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         received = bytearray(gradients.nbytes)
 
-        def exchange_with_server():
+        def exchange_with_server(tables):
             tables.pull("t", keys)
             tables.push("t", keys, gradients)
             tables.finish_step()
@@ -164,7 +177,8 @@ def measure_traffic(num_rounds):
             echo.sendall(gradients)
             fill(echo, memoryview(received)[:40])
 
-        ways = {"socket": exchange_with_echo, "server, log on disk": exchange_with_server}
+        ways = {"socket": exchange_with_echo}
+        ways |= {name: functools.partial(exchange_with_server, tables) for name, tables in clients.items()}
         redis = RedisRows(folder) if shutil.which("redis-server") else None
         if redis:
             ways["Redis, MGET and MSET"] = lambda: redis.exchange(keys, gradients)
@@ -181,8 +195,10 @@ def measure_traffic(num_rounds):
         print_table(ways, num_rounds)
         rpc.shutdown()
         process.join()
-        tables.close()
-        stop_server.send("stop")
+        for tables in clients.values():
+            tables.close()
+        for _, stop_server, _ in (*ports.values(), copy):
+            stop_server.send("stop")
         stop_echo.send("stop")
         if redis:
             redis.stop()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         load_config,
         load_export,
         open_dataset,
+        report,
         run_pipeline,
         should_stop,
         submit_pipeline,
@@ -36,7 +37,8 @@ __all__ = (
     "CompletedRun",
     "commit",
     "complete",
+    "report",
     "should_stop",
 )
 
-__getattr__ = attributes(__name__, {**dict.fromkeys(__all__, "kftrain.api"), "report": "kftrain.report"})
+__getattr__ = attributes(__name__, {"kftrain.api": __all__})

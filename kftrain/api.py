@@ -198,6 +198,8 @@ def report(step: int, metrics: Mapping[str, float]) -> None:
     Args:
         step: Steps that are done; it must grow.
         metrics: Name -> value; what is not finite is left out.
+
+    Raises ConfigError for a step that does not grow.
     """
     if (session := _find_session()) is not None:
         session.report(step, metrics)

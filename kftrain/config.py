@@ -33,7 +33,7 @@ from kftrain.settings import layers
 from kftrain.settings.section import Section
 from kftrain.tasks.settings import TaskConfig
 from kftrain.tracking.settings import TrackingConfig
-from kftrain.train.settings import OptimizerConfig, TrainConfig
+from kftrain.train.settings import OptimizerConfig, OuterConfig, TrainConfig
 from kftrain.trust import code_of, permit, permit_kinds
 
 ORDERS = (2, 3)
@@ -83,6 +83,10 @@ class Config(Section):
             self._require_left_to_script()
         if self.server.num_servers:
             self._require_tables_fit()
+        if self.parallel.islands > 1:
+            self._require_islands_fit()
+        elif self.train.outer != OuterConfig():
+            raise ValueError("train.outer is of islands: parallel.islands must be 2 or more")
         if self.parallel.compression.kind != "none":
             self.precision.require_fp32_sums(self.parallel.compression.kind)
         self.parallel.compression.require_optimizer(self.optimizer.kind, bool(self.optimizer.nesterov))
@@ -109,8 +113,24 @@ class Config(Section):
         if odd is not None:
             key = odd.replace("start_from", "from")
             raise ValueError(f"{key} must be {needed[odd] or 'left out'} with tables on servers (server.tables)")
+        if self.server.copies > 1 and self.launch.is_remote:
+            raise ValueError("server.copies must be 1 where a cluster ends a job that has lost a node (launch.backend)")
         if self.train.micro_batch_size == "auto":
             raise ValueError("train.micro_batch_size must be a number with tables on servers (server.tables)")
+
+    def _require_islands_fit(self) -> None:
+        """Refuse what would be of all islands, or what no test has shown to go together with them."""
+        default = Config()
+        needed = [f"parallel.{key}" for key in ("tensor", "pipeline", "context", "expert", "offload", "hierarchical")]
+        needed += ["parallel.layout", "parallel.compression.kind", "precision.master", "server.num_servers"]
+        needed += [f"train.{key}" for key in ("average_decay", "noise_scale", "batch_warmup")]
+        odd = [key for key in needed if attrgetter(key)(self) != attrgetter(key)(default)]
+        others = {"parallel.strategy": ("auto",), "precision.compute": ("fp16", "float8")}
+        others["train.micro_batch_size"] = ("auto",)
+        odd += [key for key, values in others.items() if attrgetter(key)(self) in values]
+        if odd:
+            value = attrgetter(odd[0])(self)
+            raise ValueError(f"{odd[0]} must not be {value} with parallel.islands: no test has shown what comes of it")
 
     def _require_compilable(self) -> None:
         axes = [f"parallel.{axis}" for axis in ("context", "tensor", "pipeline", "expert")]

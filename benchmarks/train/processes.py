@@ -4,9 +4,9 @@
 
 A transformer of 27 million parameters, 512 tokens a process and step, over gloo. All contenders stand in the same
 processes and take turns, a step each: ours (`Loop.run`), the bare loop, and with `--free` the same step without any
-exchange, which is what the machine can do at most. `evaluation`: batches of rows through ours and through a bare loop
-of forward passes. Last line: `ours` -> seconds of a turn, each other contender -> its time over ours; medians over the
-rounds.
+exchange, which is what the machine can do at most; of `fsdp` also its exchanges without any step. `evaluation`: batches
+of rows through ours and through a bare loop of forward passes. Last line: `ours` -> seconds of a turn, each other
+contender -> its time over ours; medians over the rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
-from wrappers import NUM_MICRO_BATCHES, bare_step
+from wrappers import NUM_MICRO_BATCHES, bare_step, exchanges_alone
 
 from kftrain import config
 from kftrain.data.counters import Counters
@@ -177,7 +177,7 @@ def measure(world: World, arguments: argparse.Namespace) -> dict[str, float]:
     task, mesh = build_task(resolved.task), Mesh(resolved.parallel.shape(world.size), world)
     rows = tokens(mesh.data_rank, num_rows, length)
     batch = sent(task, rows, num_micro_batches)
-    clock = Clock(world)
+    clock = Clock(world, time.process_time if arguments.cpu else time.perf_counter)
     engine = build_engine(resolved, task, batch, mesh)
     if kind == "evaluation":
         return evaluated(engine, task, clock, rounds)
@@ -186,6 +186,8 @@ def measure(world: World, arguments: argparse.Namespace) -> dict[str, float]:
     contenders = {"bare": bare_step(kind, copy.deepcopy(model))}
     if arguments.free:
         contenders["free"] = bare_step("free", model)
+    if arguments.free and kind == "fsdp":
+        contenders["exchanges"] = exchanges_alone(model)
     others = {name: (lambda step=step: step(inputs, targets)) for name, step in contenders.items()}
     recorder, liveness = Recorder([], None, resolved.train.steps), Liveness(lambda: None, 600.0)
     unused: Any = None
@@ -276,6 +278,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--layers", type=int, default=12, help="fewer for a look")
     parser.add_argument("--free", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="CPU seconds of all threads, whatever else the machine does")
     measure_on_processes(measure, parser.parse_args())
 
 

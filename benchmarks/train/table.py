@@ -83,6 +83,7 @@ def against(bench: Bench, kind: str, name: str, bar: float, *options: str) -> li
     if "free" in found:
         ratio = found["free"]
         note = f"the bare loop {found['free'] / found['bare']:.3f}"
+        note += f"; exchanges alone take {found['exchanges']:.3f} of a turn" if "exchanges" in found else ""
         bar = FREE_BARS.get(kind, 0.0)
         rows.append(
             Row(

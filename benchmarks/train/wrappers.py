@@ -24,7 +24,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from kftrain.parallel.fully_shard import reduce_by_exchange
+from kftrain.parallel.fully_shard import ExchangedSums, reduce_by_exchange
+from kftrain.parallel.sharded import all_gather
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 CLIP_NORM = 1.0
@@ -53,6 +54,23 @@ def fsdp(model: Any, reshard: bool = True) -> nn.Module:
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
     reduce_by_exchange(model)
     return model
+
+
+def exchanges_alone(model: Any) -> Step:
+    """What FSDP2 sends in a step and nothing else: a unit's parameters for both passes, and its gradients once."""
+    size, blocks = dist.get_world_size(), list(model.blocks())
+    counts = [sum(parameter.numel() for parameter in unit.parameters()) for unit in (*blocks, model)]
+    counts[-1] -= sum(counts[:-1])
+    units = [(torch.ones(count // size * size), torch.ones(count // size)) for count in counts]
+    group, sum_parts = dist.group.WORLD, ExchangedSums()
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        for whole, part in (*units, *reversed(units)):
+            all_gather(whole, part, group=group)
+        for whole, part in units:
+            sum_parts(part, whole, group, dist.ReduceOp.SUM)
+
+    return step
 
 
 def zero2(model: nn.Module) -> nn.Module:

@@ -42,6 +42,7 @@ COMMANDS = {
     "cancel": ("kftrain.cli.jobs", "End the jobs of a run after a commit."),
     "suspend": ("kftrain.cli.jobs", "Take the pods of a run away after a commit."),
     "unsuspend": ("kftrain.cli.jobs", "Let the suspended jobs of a run go on."),
+    "scale": ("kftrain.cli.jobs", "Change the number of servers of a run at work."),
     "gc": ("kftrain.cli.jobs", "Delete jobs that nobody will take away."),
     "config": ("kftrain.cli.config", "Show the configuration and its schema."),
     "bandwidth": ("kftrain.cli.bandwidth", "Measure the network between the processes of a job."),

@@ -20,26 +20,23 @@ BITS = 8 / 1e9
 
 @click.command("bandwidth")
 @config_options
-@click.option("--link-gbps", type=click.FloatRange(min=0, min_open=True), help="Limit of a process's link, Gbit/s.")
 @json_option
-def bandwidth_command(
-    config_file: tuple[str, ...], overrides: tuple[str, ...], link_gbps: float | None, as_json: bool
-) -> None:
+def bandwidth_command(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
     """Measure collectives within and between nodes: bus bandwidth, and its share of what the links can carry.
 
     It starts the processes that a training would have, on this machine or on the cluster. Limits are those of
-    launch.kubernetes.fabric, unless --link-gbps says another one.
+    launch.kubernetes.fabric.
     """
     from kftrain import launch
     from kftrain.stages import resolve
 
     config = resolve.anchor_paths(configuration.load(config_file, overrides), ".")
     paths = RunPaths(storage.join(config.run.storage_root, "bandwidth", new_run_id("bandwidth")))
-    rows = [{**row, "share": _compute_share(row, config, link_gbps)} for row in launch.run_bandwidth(paths, config)]
+    rows = [{**row, "share": _compute_share(row, config)} for row in launch.run_bandwidth(paths, config)]
     echo(json.dumps(rows) if as_json else "\n".join(_write_table(rows)))
 
 
-def _compute_share(row: dict[str, Any], config: Config, link_gbps: float | None) -> float:
+def _compute_share(row: dict[str, Any], config: Config) -> float:
     """Compute the share of the limit: of a process within its node, else of what its part of the node's link carries.
 
     A ring over all processes leaves each node once, so that it alone may have the node's link.
@@ -50,7 +47,7 @@ def _compute_share(row: dict[str, Any], config: Config, link_gbps: float | None)
     between_gbps, within_gbps = fabric.choose_rates(config.launch.kubernetes.fabric)
     own_gbps = between_gbps / count_processes_per_node(config)
     limits = {"within nodes": within_gbps, "between nodes": own_gbps, "all": between_gbps}
-    return float(row["bus_bytes_per_second"] * BITS / (link_gbps or limits[row["axis"]]))
+    return float(row["bus_bytes_per_second"] * BITS / limits[row["axis"]])
 
 
 def _write_table(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`kftrain status | logs | cancel | suspend | unsuspend | gc | runs`: jobs where they run, runs where they lie."""
+"""`kftrain status | logs | cancel | suspend | unsuspend | scale | gc | runs`: jobs at work, and where runs lie."""
 
 from __future__ import annotations
 
@@ -118,6 +118,19 @@ def suspend_command(run: str, namespace: str) -> None:
 def unsuspend_command(run: str, namespace: str) -> None:
     """Let the suspended jobs of a RUN go on."""
     _echo_names("unsuspended", _find_jobs(_read_config(run), namespace).unsuspend(run))
+
+
+@click.command("scale")
+@run_argument
+@click.option("--servers", type=click.IntRange(min=1), required=True, help="Servers from now on.")
+def scale_command(run: str, servers: int) -> None:
+    """Have a RUN at work, a folder, go on with more or fewer parameter servers; its output says when it does."""
+    from kftrain.launch.servers import change_servers
+
+    paths = RunPaths(storage.absolute(run))
+    config = read_config(paths)
+    change_servers(_find_jobs(config, ""), paths, config, servers)
+    echo(f"asked for {servers} servers")
 
 
 @click.command("gc")
@@ -245,7 +258,7 @@ def runs_command(
 
 def write_table(overviews: list[RunOverview]) -> list[str]:
     """Write a line for each run below a line of headings, with the reason of a failure or of a step after it."""
-    from kftrain.report import wording
+    from kftrain.reports import wording
 
     rows = [HEADINGS, *(_list_cells(run) for run in overviews)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
@@ -256,7 +269,7 @@ def write_table(overviews: list[RunOverview]) -> list[str]:
 
 
 def _list_cells(run: RunOverview) -> tuple[str, ...]:
-    from kftrain.report import wording
+    from kftrain.reports import wording
 
     metric = f"{run.metric} {wording.format_number(run.value)}" if run.metric else ""
     version = "" if run.version is None else f"{run.model_name} {run.version}"

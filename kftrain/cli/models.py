@@ -12,15 +12,15 @@ from typing import Any
 import click
 
 from kftrain import config as configuration
-from kftrain import registry, report
+from kftrain import registry, reports
 from kftrain.cli.options import config_options, json_option, require_text
 from kftrain.cli.summary import describe_interval
 from kftrain.client.console import echo
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import ConfigError, TrackingError
-from kftrain.report.comparison import write_headline
-from kftrain.report.versions import VersionComparison, describe_version, to_plain
+from kftrain.reports.comparison import write_headline
+from kftrain.reports.versions import VersionComparison, describe_version, to_plain
 from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import preflight, resolve
@@ -75,9 +75,11 @@ def compare_command(
     pages = [path for path in (html, markdown) if path is not None]
     comparison = compare_versions(config, versions, PAGE_VERSIONS if pages else 0)
     if html is not None:
-        _write_page(html, report.render_page(report.compose_comparison_page(comparison, report.describe_environment())))
+        _write_page(
+            html, reports.render_page(reports.compose_comparison_page(comparison, reports.describe_environment()))
+        )
     if markdown is not None:
-        _write_page(markdown, report.render_markdown(report.describe_comparison(comparison)))
+        _write_page(markdown, reports.render_markdown(reports.describe_comparison(comparison)))
     echo(json.dumps(to_plain(comparison), indent=2) if as_json else _write_lines(comparison, pages))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kftrain.client.completed_run import CompletedRun
 from kftrain.config import Config
 from kftrain.data.shards.manifest import describe_counts
-from kftrain.report import wording
+from kftrain.reports import wording
 from kftrain.run import advice
 from kftrain.run.advice import Situation
 from kftrain.run.documents import Completion, Interval, Registration

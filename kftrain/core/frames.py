@@ -18,6 +18,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from kftrain.core import row_encodings
+from kftrain.core.row_encodings import RowEncoding
 from kftrain.errors import ConfigError, LostPeerError
 
 HEADER = struct.Struct("<4sHHIIQQII")
@@ -63,10 +65,25 @@ class FrameKind(IntEnum):
     """The same process of a worker is there again, over another connection; answered by POSITION."""
     EXPEL = 11
     """The worker has died, says another one: nobody waits for it. Answered by POSITION."""
+    FOLLOW = 12
+    """To a copy: what changes the server that it stands by for comes over this connection. Answered by POSITION, or by
+    REFUSAL once the copy has taken over, which any frame of a worker makes it do."""
     SAVE = 20
     """Write the tables beside the checkpoint of step `clock` and attempt `sequence`; answered by POSITION."""
     LOAD = 21
     """Forget everything, and take the tables of that checkpoint; of none where `clock` is 0. Answered by POSITION."""
+    MOVE = 22
+    """Copy the rows that are not there yet to the servers that have them on a ring of `clock` servers; with `sequence`
+    1, between two steps of all workers, the last of them, and the clocks. Another `table` is another change, which
+    begins anew. Answered by POSITION: `clock` rows."""
+    ROWS = 23
+    """Rows of a table, or with `sequence` 1 candidates, of a server that moves them: what stands behind each key, as
+    numbers. Answered by POSITION."""
+    CLOCKS = 24
+    """Clocks of a server that has sent all rows that it moves: `keys` are the updates of each table, then workers and
+    their clocks in turn; `table` is the number of tables. Answered by POSITION."""
+    SETTLE = 25
+    """The ring in the run's folder is agreed, or goes on: drop the rows of others. Answered by POSITION."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,8 @@ class Frame:
         clock: A step of the worker, from 0.
         keys: Keys of rows.
         values: Numbers of those rows, one row after another.
+        encoding: How the numbers travel; those of a WEIGHTS as its PULL says.
+        dim: Numbers of a row; needed where the encoding is one of rows.
     """
 
     kind: FrameKind
@@ -90,13 +109,18 @@ class Frame:
     clock: int = 0
     keys: FrameKeys = field(default_factory=lambda: np.empty(0, np.int64))
     values: FrameValues = field(default_factory=lambda: np.empty(0, np.float32))
+    encoding: RowEncoding = RowEncoding.FP32
+    dim: int = 0
 
     def encode(self) -> list[memoryview]:
         """Return what goes over the wire, in parts that are not copied."""
         sizes = (self.keys.size, self.values.size)
-        header = HEADER.pack(MAGIC, self.kind, self.table, self.worker, 0, self.sequence, self.clock, *sizes)
-        bodies = [np.ascontiguousarray(self.keys).data, np.ascontiguousarray(self.values).data]
-        return [memoryview(header), *(body.cast("B") for body in bodies if body.nbytes)]
+        numbers = self.table, self.worker, self.encoding + 4 * self.dim, self.sequence, self.clock
+        header = HEADER.pack(MAGIC, self.kind, *numbers, *sizes)
+        bodies = [np.ascontiguousarray(self.keys).data.cast("B")]
+        if self.values.size:
+            bodies.append(row_encodings.encode(self.values, self.encoding, self.dim))
+        return [memoryview(header), *(body for body in bodies if body.nbytes)]
 
 
 @dataclass(frozen=True)
@@ -110,23 +134,33 @@ class FrameHeader:
     @property
     def body_bytes(self) -> int:
         """Bytes behind the header."""
-        return 8 * self.num_keys + 4 * self.num_values
+        return 8 * self.num_keys + self.values_bytes
+
+    @property
+    def values_bytes(self) -> int:
+        """Bytes of the values."""
+        return row_encodings.count_bytes(self.frame.encoding, self.num_values, self.frame.dim)
 
     def read_body(self, body: memoryview) -> Frame:
         """Return the frame whose arrays are views of `body`."""
         keys = np.frombuffer(body, np.int64, self.num_keys)
-        values = np.frombuffer(body, np.float32, self.num_values, 8 * self.num_keys)
-        frame = self.frame
-        return Frame(frame.kind, frame.table, frame.worker, frame.sequence, frame.clock, keys, values)
+        values = np.empty(self.num_values, np.float32)
+        wire = np.frombuffer(body, np.uint8, self.values_bytes, 8 * self.num_keys)
+        row_encodings.decode(wire, self.frame.encoding, self.frame.dim, values)
+        return dataclasses.replace(self.frame, keys=keys, values=values)
 
 
 def decode_header(header: bytes | bytearray | memoryview) -> FrameHeader | None:
     """Decode a header; None if it is none, or of a body that is too large."""
-    magic, kind, table, worker, _, sequence, clock, num_keys, num_values = HEADER.unpack(header)
-    is_known = magic == MAGIC and kind in FrameKind._value2member_map_
+    magic, kind, table, worker, encoding, sequence, clock, num_keys, num_values = HEADER.unpack(header)
+    dim, number = divmod(encoding, 4)
+    is_known = magic == MAGIC and kind in FrameKind._value2member_map_ and number in RowEncoding._value2member_map_
     if not is_known or 8 * num_keys + 4 * num_values > MAX_BODY_BYTES:
         return None
-    return FrameHeader(Frame(FrameKind(kind), table, worker, sequence, clock), num_keys, num_values)
+    if number == RowEncoding.INT8 and (not dim or num_values % dim):
+        return None
+    frame = Frame(FrameKind(kind), table, worker, sequence, clock, encoding=RowEncoding(number), dim=dim)
+    return FrameHeader(frame, num_keys, num_values)
 
 
 class FrameSocket:
@@ -138,6 +172,16 @@ class FrameSocket:
         self._connection = connection
         self._peer = peer
         self._header = bytearray(HEADER.size)
+
+    @classmethod
+    def connect(cls, host: str, port: int, secret: bytes, peer: str, timeout_seconds: float) -> FrameSocket:
+        """Connect to a server. Raises LostPeerError where nobody is there, ConfigError for another secret."""
+        try:
+            connection = cls(socket.create_connection((host, port), timeout_seconds), peer)
+        except OSError as error:
+            raise LostPeerError(f"cannot be reached: {error}", where=peer) from error
+        connection.authenticate(secret, is_server=False)
+        return connection
 
     def send(self, frame: Frame) -> None:
         """Send a frame. Raises LostPeerError where the other end is gone."""
@@ -165,9 +209,13 @@ class FrameSocket:
         if values_memory is None or values_memory.size < header.num_values:
             values_memory = np.empty(header.num_values, np.float32)
         values = values_memory[: header.num_values]
-        for memory in (keys.data, values.data):
+        is_plain = header.frame.encoding is RowEncoding.FP32
+        wire = values.view(np.uint8) if is_plain else np.empty(header.values_bytes, np.uint8)
+        for memory in (keys.data, wire.data):
             if memory.nbytes:
                 self._fill(memory.cast("B"))
+        if not is_plain:
+            row_encodings.decode(wire, header.frame.encoding, header.frame.dim, values)
         return dataclasses.replace(header.frame, keys=keys, values=values)
 
     def authenticate(self, secret: bytes, is_server: bool) -> None:
@@ -216,7 +264,8 @@ class FrameSocket:
     def _fill(self, memory: memoryview) -> None:
         try:
             while memory:
-                num_received = self._connection.recv_into(memory)
+                # The kernel waits for all of it: else Python wakes up for every 64 KiB.
+                num_received = self._connection.recv_into(memory, 0, socket.MSG_WAITALL)
                 if not num_received:
                     raise self._lose("the other end closed the connection")
                 memory = memory[num_received:]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
-def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a package: `homes` says for each name which module has it."""
+def attributes(package: str, names: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a package: `names` says which names each module gives to it."""
+    homes = {name: module for module, given in names.items() for name in given}
 
     def get(name: str) -> Any:
         if name not in homes:

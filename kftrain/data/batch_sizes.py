@@ -5,19 +5,6 @@ A pure function of the step, and never saved: an attempt that goes on after a st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-
-class EqualSteps(NamedTuple):
-    """Steps that follow each other and have equally many samples."""
-
-    steps: range
-    size: int
-    """Samples of each."""
-    first_sample: int
-    """Position of the first one's first sample."""
-
 
 class BatchSizes:
     """Sizes of the global batches of a training, which may begin small and grow to the final size."""
@@ -45,15 +32,6 @@ class BatchSizes:
         """Count the samples of so many steps from the first on: the position at which the next one begins."""
         first, position, size = self._find_phase(num_steps)
         return position + (num_steps - first) * size
-
-    def cut(self, steps: range) -> Iterator[EqualSteps]:
-        """Cut steps that follow each other where their size changes."""
-        start = steps.start
-        for end in [*(first for first, _, _ in self._phases), steps.stop]:
-            stop = min(end, steps.stop)
-            if start < stop:
-                yield EqualSteps(range(start, stop), self.find_size(start), self.count_samples(start))
-                start = stop
 
     def _find_phase(self, step: int) -> tuple[int, int, int]:
         return next(phase for phase in reversed(self._phases) if phase[0] <= step)

@@ -110,6 +110,7 @@ class _Share:
         self.weights = plan.weights(rank)
         self.micro_batch_rows = plan.micro_batch_rows
         self.num_rows = int(self.offsets.size)
+        """Number of rows of a step."""
 
 
 class _ReadAhead:
@@ -301,11 +302,8 @@ class TrainLoader:
 
     def _find_positions(self, steps: range) -> np.ndarray:
         """Return the positions of this rank's samples in the training order, int64 `[steps * rows]`."""
-        positions = []
-        for run in self._sizes.cut(steps):
-            firsts = run.first_sample + np.arange(len(run.steps), dtype=np.int64) * run.size
-            positions.append((firsts[:, None, None] + self._shares[run.size].offsets).ravel())
-        return np.concatenate(positions)
+        offsets = ((step, self._shares[self._sizes.find_size(step)].offsets) for step in steps)
+        return np.concatenate([self._sizes.count_samples(step) + of_step.ravel() for step, of_step in offsets])
 
     def _make_fetcher(self) -> Fetcher:
         samples, locate, tuning, command = self._samples, self._order.locate, self.tuning, self._command
@@ -333,7 +331,9 @@ class TrainLoader:
         """Make the batch of a step whose rows begin at `first_row`."""
         bad = {row - first_row: all_bad[row] for row in all_bad if 0 <= row - first_row < share.num_rows}
         micro_batches, num_terms = [], 0.0
-        for number, weight in enumerate(_weigh_rows(share, bad)):
+        weights = share.weights.copy()
+        weights.reshape(-1)[list(bad)] = 0
+        for number, weight in enumerate(weights):
             start = first_row + number * share.micro_batch_rows
             rows = {name: array[start : start + len(weight)] for name, array in arrays.items()}
             micro = MicroBatch(rows, weight)
@@ -342,10 +342,3 @@ class TrainLoader:
             micro_batches.append(micro if self._send is None else replace(micro, sent=self._send(micro, terms)))
         bad_samples = list({sample.number: sample for sample in bad.values()}.values())
         return StepBatch(self._sizes.count_samples(step), micro_batches, int(num_terms), bad_samples)
-
-
-def _weigh_rows(share: _Share, bad: Mapping[int, BadSample]) -> np.ndarray:
-    weights: np.ndarray = share.weights.copy()
-    if bad:
-        weights.reshape(-1)[list(bad)] = 0
-    return weights

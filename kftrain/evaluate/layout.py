@@ -56,7 +56,8 @@ def layouts(config: Config, num_bytes: int, num_processes: int) -> list[Parallel
     # sequence or a pipeline in training reads samples of its own.
     num_shards = parallel.shard * parallel.context * parallel.pipeline if parallel.shard > 0 else -1
     forward_only = {"strategy": "fsdp", "reshard_after_forward": True, "exchange": "step", "shard": num_shards}
-    trained = parallel.model_copy(update={**forward_only, "context": 1, "pipeline": 1})
+    no_islands = {"islands": 1, "replicate": parallel.replicate * parallel.islands}
+    trained = parallel.model_copy(update={**forward_only, **no_islands, "context": 1, "pipeline": 1})
     sharded = ParallelConfig()
     return [trained, *([sharded] if trained != sharded else []), None]
 

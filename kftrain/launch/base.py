@@ -125,6 +125,12 @@ def find_jobs(config: Config | None, namespace: str = "", warn: Progress = to_lo
     return ClusterJobs(load_kinds(), namespace or (config.launch.kubernetes.namespace if config else ""), warn)
 
 
+def make_suspension_error(job: str, run: str) -> LaunchError:
+    """Build the error of a backend whose jobs cannot give up their place and come back; `job` in words."""
+    fix = "end it with kftrain cancel; kftrain run --resume goes on from its last commit"
+    return LaunchError(f"{job} cannot be suspended", where=run, fix=fix)
+
+
 def require_remote_jobs(config: Config, who: str) -> None:
     """Raise LaunchError if jobs would run below their launcher, since `who` has neither torch nor a GPU."""
     if config.launch.is_remote:

@@ -22,8 +22,9 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.credentials import SERVER_SECRET_VARIABLE
 from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError
-from kftrain.launch.base import JobStatus, Request
+from kftrain.launch.base import JobStatus, Request, make_suspension_error
 from kftrain.launch.role_processes import RoleProcesses, find_root_cause
+from kftrain.launch.servers import ServersOfJob
 from kftrain.launch.spec import NODE_RANK_ENV, JobSpec
 from kftrain.process import presence
 from kftrain.process.kept import KeptProcess
@@ -119,11 +120,11 @@ class LocalLauncher:
 
     def suspend(self, run: str) -> list[str]:
         """Raise LaunchError: processes cannot give up their machine and come back."""
-        raise _make_suspension_error(run)
+        raise make_suspension_error("a job of this machine", run)
 
     def unsuspend(self, run: str) -> list[str]:
         """Raise LaunchError: no job of this machine was ever suspended."""
-        raise _make_suspension_error(run)
+        raise make_suspension_error("a job of this machine", run)
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write the logs of the last attempt. They are there once it has ended; until then its terminal shows them."""
@@ -167,7 +168,9 @@ class LocalLauncher:
         with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
             child = self._get_child(spec)
             child.prepare(environment)
-            with RoleProcesses(COMMAND, spec.others, environment, Path(folder), child.terminate) as others:
+            servers = ServersOfJob(spec)
+            nodes = (servers.resize(spec.others), environment, Path(folder), child.terminate, servers.is_needed)
+            with RoleProcesses(COMMAND, *nodes) as others, servers.adding(others):
                 code = self._run_workers(spec, environment, others)
                 failures = others.wait_for_failures() if code and not self.interrupted else []
             with best_effort("why the job failed could not be written", REPORT_SECONDS):
@@ -241,14 +244,6 @@ def _make_status(job: WorkingProcess) -> JobStatus:
         progress=f"step {step} is committed" if step else "",
         workers="1/1",
         age_seconds=time.time() - job.since,
-    )
-
-
-def _make_suspension_error(run: str) -> LaunchError:
-    return LaunchError(
-        "a job of this machine cannot be suspended",
-        where=run,
-        fix="end it with kftrain cancel; kftrain run --resume goes on from its last commit",
     )
 
 

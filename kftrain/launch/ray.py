@@ -1,35 +1,25 @@
 """The launcher of Ray: a job of its job API whose driver (`ray_driver`) runs one worker a node of a placement group.
 
-It speaks plain HTTP, so that only the cluster needs Ray. Of two launchers that live, the one that came last follows the
-job, and the other one ends.
+It speaks plain HTTP, so that only the cluster needs Ray.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
-import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 from kftrain.config import Config
 from kftrain.core import storage
-from kftrain.errors import FencedError, LaunchError, Preempted, RetryableError
-from kftrain.launch import scheduler
-from kftrain.launch.base import JobStatus, Request
-from kftrain.launch.ray_jobs import RayCluster, RayJob, build_entrypoint, read_job_standing
+from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError, Preempted, RetryableError
+from kftrain.launch.base import Request, make_suspension_error
+from kftrain.launch.ray_jobs import RayCluster, RayJob, assess_output, build_entrypoint
 from kftrain.launch.ray_settings import RayConfig
-from kftrain.launch.scheduler import GOING_SECONDS, SchedulerLauncher
-from kftrain.launch.spec import JobSpec
+from kftrain.launch.scheduler import GOING_SECONDS, JobOutput, JobStanding, SchedulerLauncher
+from kftrain.launch.spec import JobSpec, require_workers_alone
 from kftrain.process.signals import to_shell_code
-from kftrain.run.best_effort import best_effort
-from kftrain.run.job_tasks import find_job_task
 from kftrain.run.paths import RunPaths
-
-NEXT_SECONDS = 30.0
-"""Seconds in which a failed job has a successor, if its launcher starts another attempt."""
 
 
 class RayLauncher(SchedulerLauncher[RayJob]):
@@ -42,7 +32,6 @@ class RayLauncher(SchedulerLauncher[RayJob]):
         super().__init__(config)
         self._settings = config.launch.ray
         self._cluster = RayCluster(config.launch.ray.dashboard)
-        self._token = uuid.uuid4().hex
 
     def check(self) -> None:
         """Raise LaunchError if the cluster does not answer: see `Launcher.check`."""
@@ -50,57 +39,27 @@ class RayLauncher(SchedulerLauncher[RayJob]):
 
     def build(self, spec: JobSpec) -> Request:
         """Build the request of the run's first job: see `Launcher.build`."""
-        self._require_workers_alone(spec)
         content = build_job_request(spec, self._settings, number=1)
         address = shlex.quote(f"{self._settings.dashboard}/api/jobs/")
         header = "'Content-Type: application/json'"
         text = f"curl --fail-with-body {address} -H {header} -d {shlex.quote(json.dumps(content, indent=2))}\n"
         return Request(content, text)
 
-    def run(self, spec: JobSpec) -> int:
-        """Run a job: see `Launcher.run`. Raises FencedError once another launcher follows it."""
-        self._require_workers_alone(spec)
-        storage.publish_json(_make_launcher_uri(spec), {"launcher": self._token})
-        return super().run(spec)
-
     def suspend(self, run: str) -> list[str]:
         """Refuse: see `Jobs.suspend`."""
-        raise LaunchError(
-            "a job of Ray cannot be suspended",
-            where=run,
-            fix="end it with kftrain cancel; kftrain run --resume goes on from its last commit",
-        )
+        raise make_suspension_error("a job of Ray", run)
 
     def unsuspend(self, run: str) -> list[str]:
         """Refuse: see `Jobs.unsuspend`."""
         return self.suspend(run)
 
-    def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
-        """Write what the newest job has printed, and its successors with `follow`: see `Jobs.logs`."""
-        job = self._find_job(run, task)
-        if job is None:
-            raise LaunchError("Ray knows no such job of this run", where=run, value=task)
-        read_lines, ended_at = self._open_output(job), None
-        while True:
-            with scheduler.tolerate_absence(math.inf if follow else 0.0):
-                for line in read_lines():
-                    write(line)
-                if not follow or (job.has_ended and job.state != "FAILED"):
-                    return
-                latest = self._find_job(run, task) or job
-                if latest.job_id != job.job_id:
-                    read_lines, ended_at = self._open_output(latest), None
-                elif job.has_ended:
-                    ended_at = ended_at or time.monotonic()
-                    if time.monotonic() - ended_at > NEXT_SECONDS:
-                        return
-                job = latest
-            time.sleep(scheduler.POLL_SECONDS)
-
-    def _find_job(self, run: str, task: str) -> RayJob | None:
-        """Return the newest job of a run's task."""
+    def _find_output(self, run: str, task: str, follow: bool) -> JobOutput:
         jobs = [job for job in self._cluster.list_jobs() if job.belongs_to(run) and job.task == task]
-        return jobs[-1] if jobs else None
+        if not jobs:
+            raise LaunchError("Ray knows no such job of this run", where=run, value=task)
+        job, code = jobs[-1], self._read_code(jobs[-1])
+        is_final = job.state == job.cancelled_state or (code is not None and code < FIRST_RETRYABLE_CODE)
+        return JobOutput(job.job_id, self._open_output(job), code is None, is_final)
 
     def _list_jobs(self, mine: bool = False) -> list[RayJob]:
         return self._cluster.list_jobs()
@@ -124,27 +83,8 @@ class RayLauncher(SchedulerLauncher[RayJob]):
             return Preempted.exit_code
         return 0 if job.state == "SUCCEEDED" else to_shell_code(job.exit_code or RetryableError.exit_code)
 
-    def _require_lead(self, spec: JobSpec) -> None:
-        """Raise FencedError once another launcher follows the job."""
-        token = self._token
-        with best_effort("whether another launcher follows the job is not known"):
-            kept = storage.read_json_if_exists(_make_launcher_uri(spec)) or {}
-            token = kept.get("launcher", token)
-        if token != self._token:
-            raise FencedError(f"{FencedError.BY_LAUNCHER} by now, and follows its job", where=spec.run_uri)
-
-    def _make_status(self, job: RayJob) -> JobStatus:
-        standing = read_job_standing(self._cluster.read_output(job))
-        return JobStatus(
-            run=RunPaths(job.run_uri).run_id,
-            task=job.task,
-            job=job.title,
-            state=find_job_task(job.task).state if standing.has_nodes else "Queued",
-            reason="" if standing.has_nodes else standing.waits_for or job.reason,
-            progress=standing.progress,
-            workers=f"{job.num_nodes if standing.has_nodes else 0}/{job.num_nodes}",
-            age_seconds=time.time() - job.submitted_at,
-        )
+    def _assess(self, job: RayJob) -> JobStanding:
+        return assess_output(job, self._cluster.read_output(job))
 
 
 def build_launcher(config: Config) -> RayLauncher:
@@ -153,7 +93,8 @@ def build_launcher(config: Config) -> RayLauncher:
 
 
 def build_job_request(spec: JobSpec, settings: RayConfig, number: int) -> dict[str, Any]:
-    """Build the body of `POST /api/jobs/` for a run's job of this number."""
+    """Build the body of `POST /api/jobs/` for a run's job of this number. Raises LaunchError for other roles."""
+    require_workers_alone(spec, "the ray backend")
     gpus = {"GPU": settings.gpus_per_node} if settings.gpus_per_node else {}
     bundle = {"CPU": settings.cpus_per_node, **gpus, **settings.resources}
     where = storage.sha256_text(spec.run_uri)[:8]  # another storage root may have a run of the same id
@@ -180,8 +121,3 @@ class _NewLines:
         end = output.rfind("\n") + 1
         new, self._num_characters = output[self._num_characters : end], max(self._num_characters, end)
         return new.splitlines()
-
-
-def _make_launcher_uri(spec: JobSpec) -> str:
-    """Return the file with the token of the launcher that follows a task's job."""
-    return storage.join(spec.run_uri, "ray", f"{spec.task}.json")

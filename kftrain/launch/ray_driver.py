@@ -68,15 +68,12 @@ class Node:
             if self._is_stopped or (stop_file and os.path.exists(stop_file)):
                 yield STOPPED_CODE
                 return
-            self._process = subprocess.Popen(
-                bound,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+            }
+            self._process = subprocess.Popen(bound, env=variables, text=True, errors="replace", **pipes)
         if WORKER_FILE in variables:
             with open(variables[WORKER_FILE], "w") as file:
                 file.write(str(self._process.pid))

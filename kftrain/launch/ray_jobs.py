@@ -15,9 +15,9 @@ from typing import Any
 
 from kftrain.core.progress import PREFIX, STEP
 from kftrain.errors import LaunchError, RetryableError
-from kftrain.launch.scheduler import ScheduledJob, SchedulerAwayError
+from kftrain.launch.scheduler import JobStanding, ScheduledJob, SchedulerAwayError, parse_mark
 from kftrain.launch.spec import JobSpec
-from kftrain.run.job_tasks import JOB_TASKS
+from kftrain.run.job_tasks import find_job_task
 
 REQUEST_SECONDS = 30.0
 
@@ -53,22 +53,17 @@ class RayJob(ScheduledJob):
 def parse_job(document: dict[str, Any]) -> RayJob | None:
     """Parse a job as Ray's API writes it; None for a job of somebody else's."""
     try:
-        metadata, name = document["metadata"] or {}, document["submission_id"]
-        run_uri, task = str(metadata["run"]), str(metadata["task"])
-        if metadata["kftrain"] != "1" or not (run_uri.isprintable() and task in JOB_TASKS):
-            return None
+        metadata = document["metadata"] or {}
         return RayJob(
-            job_id=str(name),
+            **parse_mark(metadata),
+            job_id=str(document["submission_id"]),
             state=str(document["status"]),
             reason=" ".join(str(document["message"] or "").split()),
             exit_code=document.get("driver_exit_code"),
             submitted_at=float(document["start_time"] or 0) / 1000,
-            run_uri=run_uri,
-            task=task,
-            digest=str(metadata["digest"]),
             num_nodes=int(metadata["nodes"]),
         )
-    except (ValueError, TypeError, KeyError):  # anybody may write any metadata
+    except (ValueError, TypeError, KeyError):
         return None
 
 
@@ -89,21 +84,10 @@ def parse_exit_code(message: str) -> int:
     return int(match[1]) if match else RetryableError.exit_code
 
 
-@dataclass(frozen=True)
-class JobStanding:
-    """Progress of a job, read from its output."""
-
-    waits_for: str
-    """The driver's words about missing nodes; empty once all are there."""
-    has_nodes: bool
-    progress: str
-    """`step 3/40`; empty before the first one."""
-
-
-def read_job_standing(text: str) -> JobStanding:
-    """Read how far a job has come from all that its driver has printed."""
-    waits_for, has_nodes, progress = "", False, ""
-    for line in text.splitlines():
+def assess_output(job: RayJob, output: str) -> JobStanding:
+    """Say how a job stands by all that its driver has printed: whether it has its nodes, or what it waits for."""
+    waits_for, has_nodes, progress = job.reason, False, ""
+    for line in output.splitlines():
         words = line.partition(PREFIX)[2]
         if words.startswith(WAITS) and not has_nodes:
             waits_for = words.removeprefix(WAITS)
@@ -111,7 +95,7 @@ def read_job_standing(text: str) -> JobStanding:
             waits_for, has_nodes = "", True
         elif match := STEP.match(words):
             progress = match[0]
-    return JobStanding(waits_for, has_nodes, progress)
+    return JobStanding(find_job_task(job.task).state if has_nodes else "Queued", waits_for, progress, has_nodes)
 
 
 class RayCluster:

@@ -9,12 +9,14 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kftrain.core import storage
+from kftrain.core.progress import to_log
 from kftrain.errors import DataError, LostPeerError, Preempted, is_error_document
 from kftrain.launch.spec import ERROR_FILE_ENV, NODE_RANK_ENV, Role
 from kftrain.process.output import Output
@@ -66,6 +68,7 @@ class RoleProcesses:
         environment: Variables of every node; its number within its role is added.
         folder: An empty one, for logs and errors.
         on_failure: Called in a thread for each node that fails within the block.
+        is_needed: Whether the job needs the node of a role with this number; a node that was added may not be, yet.
     """
 
     def __init__(
@@ -75,33 +78,44 @@ class RoleProcesses:
         environment: Mapping[str, str],
         folder: Path,
         on_failure: Callable[[], None],
+        is_needed: Callable[[Role, int], bool] = lambda role, node_rank: True,
     ) -> None:
         self._command = tuple(command)
         self._nodes = {f"{role.name}-{rank}": (role, rank) for role in roles for rank in range(role.replicas)}
         self._environment = environment
         self._folder = folder
         self._on_failure = on_failure
+        self._is_needed = is_needed
         self._failures: list[RoleFailure] = []
         self._has_failed = threading.Event()
         self._is_stopping = False
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._num_lost: Counter[str] = Counter()  # of each role
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._threads: dict[str, threading.Thread] = {}
         self._stack = contextlib.ExitStack()
-        self._output = Output(folder, self._nodes, named=True)
-
-    @property
-    def logs(self) -> dict[str, Path]:
+        self._outputs = contextlib.ExitStack()
+        self.logs: dict[str, Path] = {}
         """Place of a node, `server-0` -> its log file."""
-        return self._output.logs
 
     def __enter__(self) -> RoleProcesses:
         with contextlib.ExitStack() as stack:  # in this order backwards: a node prints to its end
-            stack.enter_context(self._output)
+            stack.enter_context(self._outputs)
             stack.callback(self._stop)
-            for number, place in enumerate(self._nodes):
-                self._start(number, place)
+            self._start_all(list(self._nodes), self._folder)
             self._stack = stack.pop_all()
         return self
+
+    def add(self, name: str, replicas: int) -> None:
+        """Start the nodes of a role below a number of them that are not at work."""
+        role = next(role for role, _ in self._nodes.values() if role.name == name)
+        for node_rank in range(replicas):
+            place = f"{name}-{node_rank}"
+            if place not in self._threads or not self._threads[place].is_alive():
+                self._nodes[place] = (role, node_rank)
+                folder = self._folder / f"{place}-{time.monotonic_ns()}"
+                folder.mkdir()
+                self._start_all([place], folder)
 
     def __exit__(self, *caught: object) -> None:
         self._stack.close()
@@ -128,10 +142,16 @@ class RoleProcesses:
         tail = _read_tail(self.logs[failure.place])
         return ErrorDocument.salvage({**left, **where, "last_lines": tail, "time": time.time()})
 
-    def _start(self, number: int, place: str) -> None:
+    def _start_all(self, places: list[str], folder: Path) -> None:
+        output = self._outputs.enter_context(Output(folder, places, named=True))
+        self.logs |= output.logs
+        for number, place in enumerate(places):
+            self._start(folder / str(number), place)
+
+    def _start(self, pipe_path: Path, place: str) -> None:
         role, node_rank = self._nodes[place]
         own = {NODE_RANK_ENV: str(node_rank), ERROR_FILE_ENV: str(self._error_file(place)), "PYTHONUNBUFFERED": "1"}
-        with (self._folder / str(number)).open("wb", buffering=0) as pipe:
+        with pipe_path.open("wb", buffering=0) as pipe:
             # A session of its own: Ctrl-C on a terminal is for the launcher, which lets the workers commit first.
             process = subprocess.Popen(
                 bind_command([*self._command, *role.arguments]),
@@ -141,14 +161,22 @@ class RoleProcesses:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._processes.append(process)
+        self._processes[place] = process
         thread = threading.Thread(target=self._wait, args=(process, place, node_rank), daemon=True, name=place)
-        self._threads.append(thread)
+        self._threads[place] = thread
         thread.start()
 
     def _wait(self, process: subprocess.Popen[bytes], place: str, node_rank: int) -> None:
         code = process.wait()
-        if code and not self._is_stopping:
+        if not code or self._is_stopping:
+            return
+        role, _ = self._nodes[place]
+        is_needed = self._is_needed(role, node_rank)
+        with self._lock:
+            num_lost = self._num_lost[role.name] = self._num_lost[role.name] + is_needed
+        if not is_needed or num_lost <= role.num_spare:
+            to_log(f"{place} ended by {describe_end(code)}; the job goes on without it")
+        else:
             self._failures.append(RoleFailure(place, node_rank, code))
             self._has_failed.set()
             self._on_failure()
@@ -156,10 +184,11 @@ class RoleProcesses:
     def _stop(self) -> None:
         """Tell all nodes to stop at once, because they may wait for each other; kill those that outlast their grace."""
         self._is_stopping = True
-        for process in self._processes:
+        for process in self._processes.values():
             process.terminate()
         deadline = time.monotonic() + GRACE_SECONDS
-        for process, thread in zip(self._processes, self._threads, strict=True):
+        for place, process in self._processes.items():
+            thread = self._threads[place]
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():  # nobody has waited for the process yet, so its id is still its own
                 os.killpg(process.pid, signal.SIGKILL)

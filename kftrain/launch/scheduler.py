@@ -1,6 +1,7 @@
 """Launchers whose jobs lie with a scheduler, and go on when the launcher is gone: what those of Slurm and Ray share.
 
-A launcher that is killed leaves the job: the next one adopts it.
+A launcher that is killed leaves the job: the next one adopts it. Of two launchers that live, the one that came last
+follows the job, and the other one ends.
 """
 
 from __future__ import annotations
@@ -9,27 +10,41 @@ import contextlib
 import math
 import sys
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import to_log
-from kftrain.errors import FIRST_RETRYABLE_CODE, FailureClass, LaunchError, OtherJobError, Preempted, RetryableError
+from kftrain.errors import (
+    FIRST_RETRYABLE_CODE,
+    FailureClass,
+    FencedError,
+    LaunchError,
+    OtherJobError,
+    Preempted,
+    RetryableError,
+)
 from kftrain.launch.base import JobStatus
 from kftrain.launch.local import remove_temporary_files
 from kftrain.launch.spec import JobSpec
 from kftrain.process.signals import INTERRUPT, STOP, handle_signals
+from kftrain.run.best_effort import best_effort
 from kftrain.run.error import read_error
+from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.run.paths import RunPaths
 
 POLL_SECONDS = 2.0
 
 GOING_SECONDS = 1800
 """Seconds that a job that was told to stop may take to commit and to go."""
+
+NEXT_SECONDS = 30.0
+"""Seconds in which a failed job has a successor, if its launcher starts another attempt."""
 
 
 class SchedulerAwayError(LaunchError):
@@ -73,7 +88,50 @@ class ScheduledJob:
         return self.run_uri == storage.absolute(run) if "/" in run else RunPaths(self.run_uri).run_id == run
 
 
+def parse_mark(mark: Mapping[str, Any]) -> dict[str, str]:
+    """Parse what a job of kftrain says of its work. Raises ValueError, TypeError or KeyError for any other job's words.
+
+    Anybody may write any: it is shown on terminals, and the folder of the run is read.
+    """
+    values = {"run_uri": str(mark["run"]), "task": str(mark["task"]), "digest": str(mark["digest"])}
+    if str(mark["kftrain"]) != "1" or not values["run_uri"].isprintable() or values["task"] not in JOB_TASKS:
+        raise ValueError("it is no mark of kftrain's")
+    return values
+
+
+@dataclass(frozen=True)
+class JobOutput:
+    """The output of the last job of a task, as it was at one moment."""
+
+    name: str
+    """Name that no other job's output has."""
+    read_lines: Callable[[], list[str]]
+    """Returns the lines that were added since its last call."""
+    is_active: bool
+    """True if the job had not ended."""
+    is_final: bool
+    """True if no other job follows it."""
+
+
+class JobStanding(NamedTuple):
+    """The standing of a job that has not ended."""
+
+    state: str
+    reason: str
+    progress: str
+    """`step 3/40`; empty before the first one."""
+    is_at_work: bool
+    """True if it has its nodes."""
+
+
 JobT = TypeVar("JobT", bound=ScheduledJob)
+
+
+def _make_status(job: ScheduledJob, assessment: JobStanding) -> JobStatus:
+    state, reason, progress, is_at_work = assessment
+    workers = f"{job.num_nodes if is_at_work else 0}/{job.num_nodes}"
+    run_id, age_seconds = RunPaths(job.run_uri).run_id, time.time() - job.submitted_at
+    return JobStatus(run_id, job.task, job.title, state, reason, progress, workers, age_seconds)
 
 
 @contextlib.contextmanager
@@ -100,6 +158,7 @@ class SchedulerLauncher(ABC, Generic[JobT]):
     def __init__(self, config: Config) -> None:
         self.interrupted = False
         self._config = config
+        self._token = uuid.uuid4().hex
 
     @abstractmethod
     def _list_jobs(self, mine: bool = False) -> list[JobT]:
@@ -118,28 +177,20 @@ class SchedulerLauncher(ABC, Generic[JobT]):
         """Return a function that returns the lines that the job has printed since its last call."""
 
     @abstractmethod
+    def _find_output(self, run: str, task: str, follow: bool) -> JobOutput:
+        """Find the output of a task's last job. Raises LaunchError where there is none."""
+
+    @abstractmethod
     def _read_code(self, job: JobT) -> int | None:
         """Return the exit code of an ended job; None where a job that the scheduler has forgotten left none."""
 
     @abstractmethod
-    def _make_status(self, job: JobT) -> JobStatus:
-        """Describe a job that has not ended."""
+    def _assess(self, job: JobT) -> JobStanding:
+        """Say how a job stands that has not ended."""
 
     def _recall(self, job: JobT) -> JobT | None:
         """Return a job that is not listed any more as it ended; None where the scheduler has forgotten it."""
         return None
-
-    def _require_lead(self, spec: JobSpec) -> None:
-        """Raise FencedError once another launcher follows the job; where it cannot, do nothing."""
-
-    def _require_workers_alone(self, spec: JobSpec) -> None:
-        if spec.others:
-            raise LaunchError(
-                f"the {self._config.launch.backend} backend has workers alone",
-                where="launch.backend",
-                value=", ".join(role.name for role in spec.others),
-                fix="launch it with a backend that runs all of them: launch.backend=local",
-            )
 
     def prepare(self, spec: JobSpec) -> None:
         """Prepare nothing: a job that waits would hold its nodes."""
@@ -150,11 +201,13 @@ class SchedulerLauncher(ABC, Generic[JobT]):
     def run(self, spec: JobSpec) -> int:
         """Submit or adopt a job, show its output, and return its exit code: see `Launcher.run`.
 
-        Raises OtherJobError where a job with another configuration is at work on the run.
+        Raises OtherJobError where a job with another configuration is at work on the run, and FencedError once another
+        launcher follows the job.
         """
         with handle_signals((INTERRUPT, *STOP), self._on_signal):
             job = self._submit_or_adopt(spec)
             if job is not None:
+                storage.publish_json(self._make_lead_uri(spec), {"launcher": self._token})
                 return self._follow(job, spec)
             with tolerate_absence():  # a job whose submission was not answered any more
                 self._end([job for job in self._list_task_jobs(spec) if job.digest == spec.config_digest])
@@ -166,11 +219,28 @@ class SchedulerLauncher(ABC, Generic[JobT]):
 
     def describe(self, run: str) -> list[JobStatus]:
         """Return the status of the run's jobs, whoever has started them: see `Jobs.describe`."""
-        return [self._make_status(job) for job in self._list_active(run)]
+        return [_make_status(job, self._assess(job)) for job in self._list_active(run)]
 
     def cancel(self, run: str) -> list[str]:
         """End the run's jobs after a commit, and wait until they are gone: see `Jobs.cancel`."""
         return self._end(self._require_active(run))
+
+    def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
+        """Write what the last job has printed; with `follow` its successors, too, while the scheduler may be away."""
+        output, seen_at = None, time.monotonic()
+        while True:
+            with tolerate_absence(math.inf if follow else 0.0):
+                latest = self._find_output(run, task, follow)
+                lines = [] if output is None else output.read_lines()
+                if output is None or latest.name != output.name:
+                    output = latest
+                    lines += output.read_lines()
+                for line in lines:
+                    write(line)
+                seen_at = time.monotonic() if latest.is_active or lines else seen_at
+                if not follow or latest.is_final or time.monotonic() - seen_at > NEXT_SECONDS:
+                    return
+            time.sleep(POLL_SECONDS)
 
     def _list_active(self, run: str, mine: bool = False) -> list[JobT]:
         return [job for job in self._list_jobs(mine) if not job.has_ended and (not run or job.belongs_to(run))]
@@ -208,6 +278,19 @@ class SchedulerLauncher(ABC, Generic[JobT]):
                     continue
             time.sleep(POLL_SECONDS)
         return None
+
+    def _make_lead_uri(self, spec: JobSpec) -> str:
+        """Return the file with the token of the launcher that follows a task's job."""
+        return storage.join(spec.run_uri, self._config.launch.backend, f"{spec.task}.json")
+
+    def _require_lead(self, spec: JobSpec) -> None:
+        """Raise FencedError once another launcher follows the job."""
+        token = self._token
+        with best_effort("whether another launcher follows the job is not known"):
+            kept = storage.read_json_if_exists(self._make_lead_uri(spec)) or {}
+            token = kept.get("launcher", token)
+        if token != self._token:
+            raise FencedError(f"{FencedError.BY_LAUNCHER} by now, and follows its job", where=spec.run_uri)
 
     def _follow(self, job: JobT, spec: JobSpec) -> int:
         """Show the job's output until it has ended; return its exit code."""

@@ -6,17 +6,16 @@ there or not. A launcher that is killed leaves the job: the next one of the same
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from kftrain.config import Config
 from kftrain.core import storage
-from kftrain.errors import LaunchError, Preempted, RetryableError
-from kftrain.launch import scheduler, slurm_queue, slurm_script
-from kftrain.launch.base import JobStatus, Request
-from kftrain.launch.scheduler import SchedulerLauncher
+from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError, Preempted, RetryableError
+from kftrain.launch import slurm_queue, slurm_script
+from kftrain.launch.base import Request
+from kftrain.launch.scheduler import JobOutput, JobStanding, SchedulerLauncher
 from kftrain.launch.slurm_queue import LogLines, SlurmJob
 from kftrain.launch.spec import JobSpec
 from kftrain.run import commit
@@ -65,18 +64,17 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
         return slurm_script.build_request(spec, self._config)
 
     def run(self, spec: JobSpec) -> int:
-        """Run a job as the only launcher of it: see `Launcher.run`."""
+        """Run a job: see `Launcher.run`."""
         slurm_script.require_shared_folder(spec.run_uri)
-        path = _make_folder(spec.run_uri) / f"{spec.task}.launcher"
-        with slurm_queue.hold_job(path, spec.run_uri):
-            if self._host and self._ask(["sh", "-c", 'test -e "$0" && echo yes || echo no', str(path)]) != "yes\n":
-                raise LaunchError(
-                    "this host does not reach the folder of the run",
-                    where="launch.slurm.host",
-                    value=self._host,
-                    fix="set run.storage_root to a path that the launcher and all nodes share, and that you may read",
-                )
-            return super().run(spec)
+        folder = str(_make_folder(spec.run_uri))
+        if self._host and self._ask(["sh", "-c", 'test -d "$0" && echo yes || echo no', folder]) != "yes\n":
+            raise LaunchError(
+                "this host does not reach the folder of the run",
+                where="launch.slurm.host",
+                value=self._host,
+                fix="set run.storage_root to a path that the launcher and all nodes share, and that you may read",
+            )
+        return super().run(spec)
 
     def suspend(self, run: str) -> list[str]:
         """Requeue the run's jobs after a commit, and hold them: see `Jobs.suspend`."""
@@ -93,29 +91,16 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
             self._ask(["scontrol", "release", job.job_id])
         return [job.title for job in jobs]
 
-    def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
-        """Write what the last job has printed on all its nodes, in all its restarts: see `Jobs.logs`."""
+    def _find_output(self, run: str, task: str, follow: bool) -> JobOutput:
+        """Return the log of the last job, on all its nodes, in all its restarts; Slurm is asked with `follow` alone."""
         uri = storage.absolute(run)
-        folder = slurm_script.make_folder_path(uri)
-        output: LogLines | None = None
-        while True:
-            # Before the look at the files: what is printed last is read, too. A launcher may begin another attempt.
-            is_there = follow and (
-                slurm_queue.is_held(folder / f"{task}.launcher")
-                or any(job.task == task for job in self._list_active(uri))
-            )
-            files = sorted(folder.glob(f"{task}-*.log"), key=lambda path: int(path.stem.rpartition("-")[2]))
-            if not files:
-                raise LaunchError("this run has no logs of such a job", where=run, value=task)
-            if output is None or output.path != files[-1]:
-                for line in output.read() if output is not None else ():
-                    write(line)
-                output = LogLines(files[-1])
-            for line in output.read():
-                write(line)
-            if not is_there:
-                return
-            time.sleep(scheduler.POLL_SECONDS)
+        is_active = follow and any(job.task == task for job in self._list_active(uri))
+        files = slurm_script.make_folder_path(uri).glob(f"{task}-*.log")
+        path = max(files, key=lambda path: int(path.stem.rpartition("-")[2]), default=None)
+        if path is None:
+            raise LaunchError("this run has no logs of such a job", where=run, value=task)
+        code = _read_script_code(path.with_suffix(".code"))
+        return JobOutput(path.name, LogLines(path).read, is_active, code is not None and code < FIRST_RETRYABLE_CODE)
 
     @property
     def _host(self) -> str:
@@ -143,10 +128,9 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
 
     def _read_code(self, job: SlurmJob) -> int | None:
         """Return the code that the script has written, or one for the word by which Slurm says how it ended."""
-        path = _make_path(job, "code")
-        text = path.read_text().strip() if path.exists() else ""
-        if text.isdecimal():
-            return int(text)
+        code = _read_script_code(_make_path(job, "code"))
+        if code is not None:
+            return code
         if job.state == "FAILED":
             raise LaunchError(
                 "the job failed before its workers began",
@@ -155,22 +139,14 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
             )
         return CODES.get(job.state, RetryableError.exit_code) if job.has_ended else None
 
-    def _make_status(self, job: SlurmJob) -> JobStatus:
-        paths, step = RunPaths(job.run_uri), 0
+    def _assess(self, job: SlurmJob) -> JobStanding:
+        step = 0
         with best_effort("the last step is not known"):  # it may be somebody else's folder
-            step = commit.find_last_step(paths)
+            step = commit.find_last_step(RunPaths(job.run_uri))
         state = STATES.get(job.state, find_job_task(job.task).state if job.state == "RUNNING" else job.state)
-        progress = slurm_queue.read_progress(_make_path(job, "log"))
-        return JobStatus(
-            run=paths.run_id,
-            task=job.task,
-            job=job.title,
-            state="Suspended" if job.is_held else state,
-            reason=job.reason,
-            progress=progress or (f"step {step} is committed" if step else ""),
-            workers=f"{job.num_nodes if job.state == 'RUNNING' else 0}/{job.num_nodes}",
-            age_seconds=time.time() - job.submitted_at,
-        )
+        state = "Suspended" if job.is_held else state
+        progress = slurm_queue.read_progress(_make_path(job, "log")) or (f"step {step} is committed" if step else "")
+        return JobStanding(state, job.reason, progress, job.state == "RUNNING")
 
 
 def build_launcher(config: Config) -> SlurmLauncher:
@@ -184,6 +160,12 @@ def _make_folder(run_uri: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
     return slurm_script.make_folder_path(run_uri)
+
+
+def _read_script_code(path: Path) -> int | None:
+    """Read the exit code that a script has written; None for none, or none yet."""
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdecimal() else None
 
 
 def _make_path(job: SlurmJob, ending: str) -> Path:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import getpass
 import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kftrain.core.progress import STEP, strip_mark
-from kftrain.errors import LaunchError, OtherJobError
-from kftrain.launch.scheduler import ScheduledJob, SchedulerAwayError
-from kftrain.run.job_tasks import JOB_TASKS
+from kftrain.errors import LaunchError
+from kftrain.launch.scheduler import ScheduledJob, SchedulerAwayError, parse_mark
 from kftrain.run.paths import RunPaths
-
-LOCK_TURNS = 3
-"""Times that a launcher asks for the lock of its job."""
 
 COMMANDS = ("sbatch", "squeue", "scontrol", "scancel")
 
@@ -50,12 +42,7 @@ TIMES = {"SLURM_TIME_FORMAT": "%s"}
 
 FORMAT = "%A|%T|%r|%u|%D|%V|%k"
 
-AWAY = (
-    "Unable to contact",
-    "Socket timed out",
-    "Connection refused",
-    "Connection timed out",
-)
+AWAY = ("Unable to contact", "Socket timed out", "Connection refused", "Connection timed out")
 """Words of commands that did not reach slurmctld."""
 
 SHUT_OUT = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
@@ -142,24 +129,17 @@ def parse_job(line: str) -> SlurmJob | None:
     fields = line.split("|", 6)
     try:
         job_id, state, reason, user, num_nodes, submitted_at, comment = fields
-        document = json.loads(comment)
-        run_uri, task, digest = (str(document[name]) for name in ("run", "task", "digest"))
-        # It is shown on terminals, and its folder is read.
-        if document["kftrain"] != 1 or not (run_uri.startswith("/") and run_uri.isprintable() and task in JOB_TASKS):
-            return None
-        waits = reason if state == "PENDING" and reason != "None" else ""
-        return SlurmJob(
+        job = SlurmJob(
+            **parse_mark(json.loads(comment)),
             job_id=str(int(job_id)),
             state=state,
-            reason=waits,
+            reason=reason if state == "PENDING" and reason != "None" else "",
             user=user,
             num_nodes=int(num_nodes),
             submitted_at=float(submitted_at),
-            run_uri=run_uri,
-            task=task,
-            digest=digest,
         )
-    except (ValueError, TypeError, KeyError):  # anybody may write any comment
+        return job if job.run_uri.startswith("/") else None
+    except (ValueError, TypeError, KeyError):
         return None
 
 
@@ -211,41 +191,3 @@ def tell_job(job: SlurmJob, signal_name: str, wait_command: list[str], host: str
     except LaunchError as error:  # it has changed since the look; but somebody else's job stays as it is
         if "ermission" in error.line:
             raise
-
-
-@contextlib.contextmanager
-def hold_job(path: Path, run_uri: str) -> Iterator[None]:
-    """Be the only launcher of a job during the block. Raises OtherJobError, with who is, where another one works.
-
-    A lock, which ends with its process. Where a file system has none, two may follow a job; it is one job all the same.
-    """
-    with path.open("a+") as stream:
-        for turn in range(LOCK_TURNS):  # somebody may just be looking whether it is held
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if turn == LOCK_TURNS - 1:
-                    stream.seek(0)
-                    fix = "kftrain logs -f shows what it prints; kftrain cancel ends the job"
-                    raise OtherJobError(
-                        "another launcher follows this job", where=run_uri, value=stream.read(200).strip(), fix=fix
-                    ) from None
-                time.sleep(0.2)
-            except OSError:
-                break
-            else:
-                break
-        stream.truncate(0)
-        stream.write(f"process {os.getpid()} of {getpass.getuser()} on {socket.gethostname()}\n")
-        stream.flush()
-        yield
-
-
-def is_held(path: Path) -> bool:
-    """Tell whether a launcher works on the job of this file."""
-    with contextlib.suppress(OSError), path.open() as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

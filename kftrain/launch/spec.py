@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kftrain.config import Config
 from kftrain.core import storage
+from kftrain.errors import LaunchError
 from kftrain.process.machine import NODE_NAME_ENV as NODE_NAME_ENV
 from kftrain.process.machine import count_local_gpus
 from kftrain.run.job_tasks import TRAINING, JobTask
@@ -56,6 +57,8 @@ class Role:
     A node of another role than the first works until it is told to stop: the job is at its end when its workers are.
     One that ends with 0 before that had no more to do; one that fails, fails the job.
     """
+    num_spare: int = 0
+    """Nodes that may fail without failing the job; of a role beside the workers."""
 
     @property
     def num_processes(self) -> int:
@@ -109,7 +112,8 @@ def make_job(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str 
     job = ("worker", "--task", task.name, *run)
     size = ("--processes", str(num_processes), "--nodes", str(num_nodes))
     has_servers = task.name == TRAINING.name and config.server.num_servers > 0
-    servers = [Role(SERVER, config.server.num_servers, 1, ("server", *run))] if has_servers else []
+    server = Role(SERVER, config.server.num_servers, 1, ("server", *run), num_spare=config.server.copies - 1)
+    servers = [server] if has_servers else []
     tracking = {MLFLOW_RUN_ID_ENV: mlflow_run_id} if mlflow_run_id and task.is_tracked else {}
     return JobSpec(
         task=task.name,
@@ -118,6 +122,17 @@ def make_job(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str 
         roles=(Role(WORKER, num_nodes, num_processes, (*job, *size)), *servers),
         environment={**config.launch.environment, **tracking},
     )
+
+
+def require_workers_alone(spec: JobSpec, backend: str) -> None:
+    """Raise LaunchError for a job with other roles, for a backend that has no place for them."""
+    if spec.others:
+        raise LaunchError(
+            f"{backend} has workers alone",
+            where=f"{spec.task} job of {spec.run_uri}",
+            value=", ".join(role.name for role in spec.others),
+            fix="launch it with a backend that runs all of them: launch.backend=local, jobset or slurm",
+        )
 
 
 def _count_nodes(task: JobTask, config: Config) -> tuple[int, int]:

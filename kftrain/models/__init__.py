@@ -5,24 +5,17 @@ from typing import TYPE_CHECKING
 from kftrain.core.lazy import attributes
 
 if TYPE_CHECKING:
-    from kftrain.models.attention import CausalAttention
-    from kftrain.models.output import ModelOutput
-    from kftrain.models.registry import build_model
-    from kftrain.models.sparse_embedding import SparseEmbedding
-
-__all__ = [
-    "CausalAttention",
-    "ModelOutput",
-    "SparseEmbedding",
-    "build_model",
-]
+    from kftrain.models.attention import CausalAttention as CausalAttention
+    from kftrain.models.output import ModelOutput as ModelOutput
+    from kftrain.models.registry import build_model as build_model
+    from kftrain.models.sparse_embedding import SparseEmbedding as SparseEmbedding
 
 __getattr__ = attributes(
     __name__,
     {
-        "CausalAttention": "kftrain.models.attention",
-        "ModelOutput": "kftrain.models.output",
-        "SparseEmbedding": "kftrain.models.sparse_embedding",
-        "build_model": "kftrain.models.registry",
+        "kftrain.models.attention": ("CausalAttention",),
+        "kftrain.models.output": ("ModelOutput",),
+        "kftrain.models.sparse_embedding": ("SparseEmbedding",),
+        "kftrain.models.registry": ("build_model",),
     },
 )

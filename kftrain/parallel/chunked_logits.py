@@ -116,44 +116,36 @@ class _LossesByChunks(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None
 
 
-class Finisher:
-    """Lets a model's forward end with what is computed from its output, while its weights are still whole.
+def end_forward(model: Any) -> None:
+    """Let the model's forward end with what `compute_within` is asked for, while its weights are still whole.
 
     Who calls the model by itself is given whole logits.
     """
+    forward, model.finish = model.forward, None
 
-    def __init__(self) -> None:
-        self.finish: Callable[[Any], Any] | None = None
-        """What the forward ends with; None where nobody has asked for anything."""
+    def forward_to_the_end(*arguments: Any, **keywords: Any) -> Any:
+        returned = forward(*arguments, **keywords)
+        if model.finish is None:
+            return returned
+        if isinstance(getattr(returned, "output", returned), torch.Tensor):
+            what, fix = "forward makes logits without calling its output_layer()", f"call it, or set {WHERE} to 0"
+            raise UserCodeError(what, where="model.forward", fix=fix)
+        return model.finish(returned)
 
-    def end(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Build a forward that returns what `compute_within` is asked for instead of the output."""
-
-        def forward_to_the_end(*arguments: Any, **keywords: Any) -> Any:
-            returned = forward(*arguments, **keywords)
-            if self.finish is None:
-                return returned
-            if isinstance(getattr(returned, "output", returned), torch.Tensor):
-                what, fix = "forward makes logits without calling its output_layer()", f"call it, or set {WHERE} to 0"
-                raise UserCodeError(what, where="model.forward", fix=fix)
-            return self.finish(returned)
-
-        return forward_to_the_end
-
-    def compute(self, model: Callable[..., Any], arguments: tuple[Any, ...], finish: Callable[[Any], Any]) -> Any:
-        """Run the model, whose forward ends with `finish`."""
-        before, self.finish = self.finish, finish
-        try:
-            return model(*arguments)
-        finally:
-            self.finish = before
+    model.forward = forward_to_the_end
 
 
 def compute_within(model: Callable[..., Any], arguments: tuple[Any, ...], finish: Callable[[Any], Any]) -> Any:
-    """Return `finish` of what a model returns; computed within its forward where the model has a `finisher`."""
+    """Return `finish` of what a model returns; computed within its forward where `end_forward` has changed that."""
     # Not by `getattr`: a module that lacks the attribute looks for it in three places, and a small model's step waits.
-    finisher: Finisher | None = vars(model).get("finisher")
-    return finish(model(*arguments)) if finisher is None else finisher.compute(model, arguments, finish)
+    attributes = vars(model)
+    if "finish" not in attributes:
+        return finish(model(*arguments))
+    attributes["finish"] = finish
+    try:
+        return model(*arguments)
+    finally:
+        attributes["finish"] = None
 
 
 @dataclass(frozen=True)
@@ -171,18 +163,19 @@ class ChunkLogits:
         """
         model: Any = distributed.model
         layer = find_output_layer(model, blocks)
-        # Stages have none: they end their forward with the loss in any case.
-        finisher = Finisher() if distributed.roots[0] is model else None
+        # Not stages: they end their forward with the loss in any case.
+        ends_forward = distributed.roots[0] is model
         if not self.is_split:
-            layer.forward = self._build_forward(layer, finisher)
-        if finisher is not None:
-            model.finisher, model.forward = finisher, finisher.end(model.forward)
+            layer.forward = self._build_forward(layer, model if ends_forward else None)
+        if ends_forward:
+            end_forward(model)
 
-    def _build_forward(self, layer: Any, finisher: Finisher | None) -> Callable[[torch.Tensor], Any]:
+    def _build_forward(self, layer: Any, ended: Any) -> Callable[[torch.Tensor], Any]:
+        """Build the layer's forward. `ended`: the model, where somebody may call it for whole logits."""
         inner, checked = layer.forward, list[bool]()
 
         def compute(values: torch.Tensor) -> Any:
-            if not values.is_floating_point() or (finisher is not None and finisher.finish is None):
+            if not values.is_floating_point() or (ended is not None and ended.finish is None):
                 return inner(values)  # a tied embedding, which looks tokens up; or whole logits
             bias = getattr(layer, "bias", None)
             if not checked:  # once: a layer that does more than a linear one would silently do less here

@@ -32,9 +32,9 @@ def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, unti
     """
 
     def fits(value: Any) -> bool:
-        if isinstance(value, tuple):
-            return all(map(fits, value))
-        return isinstance(value, torch.Tensor) and (value.dtype == dtype or not value.is_floating_point())
+        if isinstance(value, torch.Tensor):
+            return value.dtype == dtype or not value.is_floating_point()
+        return isinstance(value, tuple) and all(map(fits, value))
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -111,8 +111,9 @@ class WorkingCopies:
         """Give the masters the gradients of this step, in their own format; a parameter that was not used gets none."""
         if not self._are_watched:
             for number, copy in enumerate(self._copies):
-                if copy.grad is not None:
-                    self._take_gradient(number, copy)
+                if (gradient := copy.grad) is not None:
+                    self.sums[number] = gradient.to(self._reduce)
+                    copy.grad = None
         for number, total in self.sums.items():
             master = self._masters[number]  # even a cast that changes nothing takes time
             master.grad = spread_like(master, total if total.dtype == master.dtype else total.to(master.dtype))

@@ -114,7 +114,7 @@ def _choose_cut(num_processes: int, parameter: nn.Parameter) -> Shard:
 
 def _watch_used_parameters(distributed: Distributed) -> None:
     """Let the processes agree in each step on the parameters that none of them has used."""
-    used = UsedParameters(distributed.model, distributed.mesh.world, distributed.roots, distributed.names)
+    used = UsedParameters(distributed.model, distributed.mesh.shape.island_size, distributed.roots, distributed.names)
     used.when_dropped = distributed.when_dropped
     distributed.agreements.append(Agreement(used.take, used.drop_unused))
     distributed.note_gradients.append(used.note)

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.shape import NORM_AXES
 from kftrain.parallel.sharded import local
-from kftrain.parallel.world import World
 
 Gathered = dict[nn.Parameter, torch.Tensor]
 """Sharded parameter -> the whole one that stands in its place while its unit's forward runs, the same object always."""
@@ -34,7 +33,7 @@ class UsedParameters:
     """The parameters of a sharded model that have had a gradient since the last step."""
 
     def __init__(
-        self, model: nn.Module, world: World, roots: nn.ModuleList | None = None, names: Sequence[str] = ()
+        self, model: nn.Module, num_processes: int, roots: nn.ModuleList | None = None, names: Sequence[str] = ()
     ) -> None:
         """Watch a model. `roots`: the outermost units, if it is none; `names`: of all processes, in the same order."""
         roots = nn.ModuleList([model]) if roots is None else roots
@@ -45,7 +44,7 @@ class UsedParameters:
                 root.set_reduce_scatter_unused_params(True)
         self.when_dropped: Sequence[Callable[[nn.Parameter], None]] = ()
         """Work on a parameter before its zero gradient is removed."""
-        self._num_processes = world.size
+        self._num_processes = num_processes
         named = {name.replace(_CHECKPOINT_PREFIX, ""): parameter for name, parameter in model.named_parameters()}
         self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self._order = list(names) or list(self._parameters)
@@ -184,4 +183,4 @@ def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, limit: flo
     # The host does not know whether the norm is above the limit, or finite: the factor is at most 1, and where it is no
     # number the optimizer skips the step.
     if gradients:
-        torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
+        torch._foreach_mul_(gradients, (norm + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0))

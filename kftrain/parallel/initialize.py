@@ -322,7 +322,10 @@ def seed_all(seed: int, device: torch.device | None = None) -> torch.Generator:
     """Seed every generator that initial weights may be drawn from; return torch's own of the device (the CPU)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    # Not by torch.manual_seed: without a GPU it formats the stack for each kind of device, which takes milliseconds.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     if device is not None and device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator

@@ -100,9 +100,8 @@ def describe_layouts(candidates: Sequence[Candidate], machines: Machines) -> lis
     """Return a table of the candidates, a line for each, under a line with the limits. Sizes are in GB."""
     numbers = STATE_SHARE * machines.device_bytes, machines.between_nodes_rate, machines.within_node_rate
     limit, between, within = map(_describe_bytes, numbers)
-    processes = f"{machines.num_nodes} x {machines.processes_per_node} processes"
-    first = f"layouts on {processes}, {limit} of state, {between}/s a node, {within}/s a process"
-    return [first, *map(_describe, candidates)]
+    processes = f"{machines.num_nodes} x {machines.processes_per_node} processes, {limit} of state"
+    return [f"layouts on {processes}, {between}/s a node, {within}/s a process", *map(_describe, candidates)]
 
 
 def _describe_bytes(number: float) -> str:

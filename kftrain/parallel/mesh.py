@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from kftrain.parallel.sequences import SequenceCut
-from kftrain.parallel.shape import NORM_AXES, SHARD_AXES, Shape
+from kftrain.parallel.shape import AXES, NORM_AXES, SHARD_AXES, Shape
 from kftrain.parallel.world import World
 
 
@@ -48,6 +48,21 @@ class Mesh:
     def sum_of_losses(self, values: list[float]) -> list[float]:
         """Sum over all processes what belongs to loss terms, each term once. Collective."""
         return self.world.sum(values if self.counts_loss else [0.0] * len(values))
+
+    @property
+    def island(self) -> int:
+        """Number of this process's island."""
+        return self.shape.coordinates(self.world.rank)["islands"]
+
+    def sum_both(self, of_island: list[float], of_all: list[float]) -> tuple[list[float], list[float]]:
+        """Sum some values over the processes of this island, and others over all processes. Collective."""
+        if self.shape.islands == 1:  # one exchange for both
+            sums = self.world.sum([*of_island, *of_all])
+            return sums[: len(of_island)], sums[len(of_island) :]
+        own = torch.tensor(of_island, dtype=torch.float64)
+        dist.all_reduce(own, group=self.group([axis for axis in AXES if axis != "islands"]))
+        sums = own.tolist()
+        return sums, self.world.sum(of_all)
 
     def norm_group(self) -> dist.ProcessGroup | None:
         """Return the group of the processes with different parts of the gradients; None where this one has all."""

@@ -128,6 +128,10 @@ class ParallelConfig(Section):
     opened: of the layouts whose state fits, the one whose exchanges take the least time. It needs the built-in
     transformer and `launch.device_memory_gib`."""
 
+    islands: ChangesSince03[Count] = 1
+    """Groups of equally many processes that train alone, each in the layout above with samples of its own, and exchange
+    outer gradients as `train.outer` says. 1: none."""
+
     @model_validator(mode="after")
     def _refuse_what_contradicts(self) -> ParallelConfig:
         if self.exchange == "micro_batch" and self.strategy not in ("fsdp", "zero2"):
@@ -207,6 +211,13 @@ class ParallelConfig(Section):
                 fix=f"set parallel.{changed or 'shard to -1'}, or change launch.nodes and launch.processes_per_node",
             )
         return Shape(**sizes)
+
+    def require_equal_islands(self, batch_size: int, num_data_ranks: int) -> None:
+        """Raise ConfigError where islands would have unequal shares of a batch: they count equally in a mean."""
+        if self.islands > 1 and batch_size % num_data_ranks:
+            what = f"has no {num_data_ranks} equal parts for the processes of {self.islands} islands"
+            fix = f"use a multiple of {num_data_ranks}"
+            raise ConfigError(what, where="train.global_batch_size", value=batch_size, fix=fix)
 
     def require_micro_batches(self, num_micro_batches: int) -> None:
         """Raise ConfigError if a step has too few micro batches for the schedule of a pipeline."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from kftrain.errors import ConfigError
 
-AXES = ("replicate", "shard", "context", "tensor", "pipeline", "expert")
+AXES = ("replicate", "shard", "context", "tensor", "pipeline", "expert", "islands")
 
-DATA_AXES = ("replicate", "shard", "expert")
+DATA_AXES = ("islands", "replicate", "shard", "expert")
 """Along these each process has samples of its own; experts exchange rows, so that their processes do, too."""
 
 LOSS_AXES = (*DATA_AXES, "context")
@@ -26,7 +26,7 @@ SHARD_AXES = ("shard", "expert", "context")
 NORM_AXES = (*SHARD_AXES, "tensor", "pipeline")
 """Along these each process has gradients of its own; along the others the same ones, once they are reduced."""
 
-_OUTERMOST_FIRST = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+_OUTERMOST_FIRST = ("islands", "pipeline", "replicate", "shard", "expert", "context", "tensor")
 """Neighbours in the numbering stand on one node: what talks most is innermost."""
 
 
@@ -46,11 +46,18 @@ class Shape:
     """Stages of consecutive blocks, one after the other."""
     expert: int = 1
     """Processes that have some of the experts of a layer."""
+    islands: int = 1
+    """Groups of processes that train alone, and exchange outer gradients every so many steps."""
 
     @property
     def size(self) -> int:
         """Number of processes in all."""
         return self._size_of(AXES)
+
+    @property
+    def island_size(self) -> int:
+        """Number of processes of an island; all of them where there are no islands."""
+        return self.size // self.islands
 
     @property
     def num_data_ranks(self) -> int:

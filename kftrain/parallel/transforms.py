@@ -157,7 +157,7 @@ def list_transforms(
         return [*first, ToDevice(), CompressReplicas(parallel, rule), Formats(*formats)]
     if shape.replicate * shape.num_shards == 1:
         return [*first, ToDevice(), Formats(*formats)]
-    if parallel.stage == "ddp" and shape.size == shape.replicate:
+    if parallel.stage == "ddp" and shape.island_size == shape.replicate:
         return [*first, ToDevice(), Replicate(*formats, parallel.bucket_bytes, parallel.hierarchical)]
     sharding = resolve_sharding(parallel.stage, parallel.exchange)
     packing = [CompressShards(parallel.compression)] if is_compressed else []

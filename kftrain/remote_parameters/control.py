@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import time
 from collections.abc import Sequence
@@ -17,54 +18,77 @@ LOOK_SECONDS = 0.2
 CONNECT_SECONDS = 5.0
 
 
-def find_servers(folder: str, num_servers: int, timeout_seconds: float) -> list[ServerAddress]:
-    """Wait until the addresses of all servers are there, and somebody answers at each. Raises LostPeerError.
+def find_servers(folder: str, num_servers: int, timeout_seconds: float, copies: int = 1) -> list[ServerAddress]:
+    """Wait until the addresses of all servers and copies are there, and all answer. Raises LostPeerError.
 
     An address may be that of an attempt before: then nobody answers there, or the secret is another one.
     """
     deadline = time.monotonic() + timeout_seconds
-    servers: list[ServerAddress] = []
-    while len(servers) < num_servers:
-        where = storage.join(folder, f"{len(servers)}.json")
-        document = storage.read_json_if_exists(where)
-        if document is not None and (address := ServerAddress(**document)) and _answers(address):
-            servers.append(address)
-        elif time.monotonic() > deadline:
-            raise LostPeerError(f"a server did not come within {timeout_seconds:g} s", where=where)
-        else:
-            time.sleep(LOOK_SECONDS)
+    servers = []
+    for number in range(num_servers):
+        server = _find_server(storage.join(folder, f"{number}.json"), deadline)
+        copy = _find_server(storage.join(folder, f"{number}-copy.json"), deadline) if copies > 1 else None
+        servers.append(dataclasses.replace(server, copy=copy))
     return servers
 
 
-def ask_all(servers: Sequence[ServerAddress], secret: bytes, frame: Frame) -> None:
-    """Have all servers do, at the same time, what a frame asks for, and wait until they have.
+def _find_server(where: str, deadline: float) -> ServerAddress:
+    while True:
+        document = storage.read_json_if_exists(where)
+        if document is not None and (address := ServerAddress(**document)) and _answers(address):
+            return address
+        if time.monotonic() > deadline:
+            raise LostPeerError("a server did not come in time", where=where)
+        time.sleep(LOOK_SECONDS)
+
+
+def load_all(servers: Sequence[ServerAddress], secret: bytes, frame: Frame) -> None:
+    """Have all servers load what a LOAD names, copies first: a server sends to its copy from then on."""
+    ask_all([server.copy for server in servers if server.copy is not None], secret, frame)
+    ask_all(servers, secret, frame)
+
+
+def ask_all(servers: Sequence[ServerAddress], secret: bytes, frame: Frame) -> list[Frame]:
+    """Have all servers do, at the same time, what a frame asks for, wait until they have, and return their answers.
 
     Raises LostPeerError where one is gone, RetryableError where one refuses.
     """
+    answers = []
     with contextlib.ExitStack() as stack:
-        connections = []
-        for server in servers:
-            raw = _connect(server)
-            connection = FrameSocket(raw, f"server {server.name}")
-            stack.callback(connection.close)
-            connection.authenticate(secret, is_server=False)
-            connection.send(frame)
-            connections.append(connection)
+        connections = [_ask_or_copy(server, secret, frame, stack) for server in servers]
         for server, connection in zip(servers, connections, strict=True):
-            if connection.receive().kind is FrameKind.REFUSAL:
+            try:
+                answer = connection.receive()
+            except LostPeerError:
+                if server.copy is None:
+                    raise
+                answer = _ask(server.copy, secret, frame, stack).receive()
+            if answer.kind is FrameKind.REFUSAL:
                 what = f"a server could not {frame.kind.name.lower()} its tables"
                 raise RetryableError(what, where=server.name, value=frame.clock, fix="its log says why")
+            answers.append(answer)
+    return answers
 
 
-def _connect(server: ServerAddress) -> socket.socket:
+def _ask_or_copy(server: ServerAddress, secret: bytes, frame: Frame, stack: contextlib.ExitStack) -> FrameSocket:
     try:
-        return socket.create_connection((server.host, server.port), CONNECT_SECONDS)
-    except OSError as error:
-        raise LostPeerError(f"cannot be reached: {error}", where=f"server {server.name}") from error
+        return _ask(server, secret, frame, stack)
+    except LostPeerError:
+        if server.copy is None:
+            raise
+        return _ask(server.copy, secret, frame, stack)
+
+
+def _ask(server: ServerAddress, secret: bytes, frame: Frame, stack: contextlib.ExitStack) -> FrameSocket:
+    where = f"server {server.name}"
+    connection = FrameSocket.connect(server.host, server.port, secret, where, CONNECT_SECONDS)
+    stack.callback(connection.close)
+    connection.send(frame)
+    return connection
 
 
 def _answers(server: ServerAddress) -> bool:
-    with contextlib.suppress(LostPeerError):
-        _connect(server).close()
+    with contextlib.suppress(OSError):
+        socket.create_connection((server.host, server.port), CONNECT_SECONDS).close()
         return True
     return False

@@ -16,6 +16,8 @@ Answer = TypeVar("Answer")
 
 RETRY_SECONDS = 0.05
 
+CONNECT_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class ServerAddress:
@@ -24,6 +26,8 @@ class ServerAddress:
     name: str
     host: str
     port: int
+    copy: ServerAddress | None = None
+    """The server that takes over when this one dies."""
 
 
 class Link:
@@ -34,7 +38,7 @@ class Link:
     """
 
     def __init__(self, address: ServerAddress, worker: int, secret: bytes, patience_seconds: float) -> None:
-        self._address = address
+        self.address = address
         self._worker = worker
         self._secret = secret
         self._patience_seconds = patience_seconds
@@ -43,9 +47,11 @@ class Link:
         self._unacknowledged: list[Frame] = []
         self._is_closed = False
         self._has_joined = False
+        self._acknowledged_sequence = 0
         position = self._persist(self._connect_for_changes)
         self._has_joined = True
         self._sequence = position.sequence
+        self._acknowledged_sequence = position.sequence
         self.clock = position.clock
 
     def push(self, frame: Frame) -> None:
@@ -64,6 +70,7 @@ class Link:
         position = self._persist(self._receive_position)
         assert position.sequence == self._sequence, "an acknowledgement of something else"
         self._unacknowledged.clear()
+        self._acknowledged_sequence = position.sequence
         self.clock = position.clock
 
     def start_read(self, lane: int, frame: Frame) -> None:
@@ -107,10 +114,13 @@ class Link:
                 time.sleep(RETRY_SECONDS)
 
     def _connect(self) -> FrameSocket:
-        where = f"server {self._address.name} at {self._address.host}:{self._address.port}"
+        address = self.address
+        where = f"server {address.name} at {address.host}:{address.port}"
         try:
-            raw = socket.create_connection((self._address.host, self._address.port), self._patience_seconds)
+            raw = socket.create_connection((address.host, address.port), min(CONNECT_SECONDS, self._patience_seconds))
         except OSError as error:
+            if address.copy is not None:
+                self.address = address.copy  # for good: once a worker has been there, the first one is out
             raise LostPeerError(f"cannot be reached: {error}", where=where) from error
         connection = FrameSocket(raw, where)
         connection.authenticate(self._secret, is_server=False)
@@ -124,6 +134,10 @@ class Link:
         connection = self._connect()
         connection.send(Frame(FrameKind.RESUME if self._has_joined else FrameKind.JOIN, worker=self._worker))
         position = self._require_answer(connection, FrameKind.POSITION)
+        if position.sequence < self._acknowledged_sequence:
+            connection.close()
+            fix = "the next attempt goes on from the last checkpoint"
+            raise RetryableError("a server lacks what was acknowledged", where=self.address.name, fix=fix)
         for frame in self._unacknowledged:
             if frame.sequence > position.sequence:
                 connection.send(frame)
@@ -175,6 +189,6 @@ class Link:
         if answer.kind is FrameKind.REFUSAL:
             connection.close()
             fix = "its log says why"
-            raise RetryableError("the server refused what this worker sent", where=self._address.name, fix=fix)
+            raise RetryableError("the server refused what this worker sent", where=self.address.name, fix=fix)
         assert answer.kind is kind, f"a {answer.kind.name} where {kind.name} is due"
         return answer

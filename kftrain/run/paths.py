@@ -13,6 +13,7 @@
 <root>/runs/<run>/attempts/<n>.json                                 rank 0's claim
 <root>/runs/<run>/checkpoints/step-<n>-a<attempt>/                  train         -> train (checkpoint/)
 <root>/runs/<run>/servers/<n>.json                                  servers       -> workers of one attempt
+<root>/runs/<run>/servers/wanted.json, ring-<epoch>.json             people, train -> launcher, train, servers
 <root>/runs/<run>/micro_batch.json                                  train         -> train
 <root>/runs/<run>/history.json                                      train         -> train, reports
 <root>/runs/<run>/export/<checkpoint digest>/                       train         -> evaluate, register

@@ -28,8 +28,8 @@ class FrameLog:
         self._file = path.open("ab", buffering=0)
         os.fdatasync(self._file.fileno())  # what was replayed may be in the memory of this machine alone
         sync_folder(path.parent)
-        self.num_bytes = self._file.tell()
-        self._num_synced_bytes = self.num_bytes
+        self.position = self._file.tell()
+        self._num_synced_bytes = self.position
         self._awaited_position = 0
         self._queue: list[Frame] = []
         self._changed = threading.Condition()
@@ -42,9 +42,9 @@ class FrameLog:
         """Append a frame, whose memory stays as it is from now on; return the position for `sync` to have it safe."""
         with self._changed:
             self._queue.append(frame)
-            self.num_bytes += CHECKSUM.size + sum(part.nbytes for part in frame.encode())
+            self.position += CHECKSUM.size + sum(part.nbytes for part in frame.encode())
             self._changed.notify_all()
-            return self.num_bytes
+            return self.position
 
     def sync(self, position: int) -> None:
         """Wait until everything up to a position is on disk. Raises StorageError if it cannot be written."""

@@ -1,7 +1,8 @@
 """A server of a run as a process: it holds its share of the tables from the checkpoint on that a worker names.
 
 What it holds is memory. When it, or a worker, is lost, the whole job goes back to the last checkpoint, as it does
-without servers; so nothing is logged here, and an acknowledgement means that the server has it.
+without servers; so nothing is logged here, and an acknowledgement means that the server has it. With `server.copies: 2`
+each process also holds a copy of its neighbour's share, which takes over when the neighbour dies.
 """
 
 from __future__ import annotations
@@ -11,25 +12,30 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.credentials import SERVER_SECRET_VARIABLE
 from kftrain.core.frames import Frame, FrameKind, FrameSocket
 from kftrain.core.progress import to_log
-from kftrain.core.ring import Ring
 from kftrain.errors import ConfigError, KftrainError
 from kftrain.process.signals import STOP, handle_signals
 from kftrain.run.commit import CheckpointName
 from kftrain.run.config import read_job_config
+from kftrain.run.membership import read_membership
 from kftrain.run.paths import RunPaths
 from kftrain.server import table_files
+from kftrain.server.chain import CONNECT_SECONDS, Chain
+from kftrain.server.moving import RowMove, build_ring, drop_foreign_rows, name_server, take_clocks, unpack_rows
 from kftrain.server.optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSgd
+from kftrain.server.rows import Keys
 from kftrain.server.server import Server
 from kftrain.server.settings import ServerConfig, TableConfig
 from kftrain.server.state import ServerState
@@ -45,14 +51,18 @@ def run_server(paths: RunPaths, digest: str, number: int) -> None:
     secret = read_secret()
     is_stopped = threading.Event()
     with handle_signals(STOP, lambda *_: is_stopped.set()), tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
-        server = RunServer(paths, config, number, Path(folder), secret)
-        server.start()
-        host = socket.gethostbyname(socket.gethostname()) if config.launch.is_remote else "127.0.0.1"
-        address = {"name": name_server(number), "host": host, "port": server.address[1]}
-        storage.publish_json(storage.join(paths.servers, f"{number}.json"), address)
-        to_log(f"holds a share of {len(config.server.tables)} tables, at {host}:{server.address[1]}")
+        servers = [RunServer(paths, config, number, Path(folder), secret)]
+        if config.server.copies > 1:
+            neighbour = (number - 1) % config.server.num_servers
+            servers.append(RunServer(paths, config, neighbour, Path(folder), secret, is_copy=True))
+        servers[0].when_left = is_stopped.set
+        for server in servers:
+            server.start()
+            server.publish_address()
+        to_log(f"holds a share of {len(config.server.tables)} tables, at port {servers[0].address[1]}")
         is_stopped.wait()
-        server.stop()
+        for server in servers:
+            server.stop()
 
 
 def read_secret() -> bytes:
@@ -62,11 +72,6 @@ def read_secret() -> bytes:
         fix = "put it, with a long random value, into a secret of launch.kubernetes.secrets"
         raise ConfigError("workers and servers share no secret", where=SERVER_SECRET_VARIABLE, fix=fix)
     return secret.encode()
-
-
-def name_server(number: int) -> str:
-    """Return the name of a server on the ring."""
-    return f"server-{number}"
 
 
 def build_row_optimizer(config: TableConfig) -> RowOptimizer:
@@ -86,57 +91,156 @@ def build_state(config: ServerConfig, seed: int, folder: Path) -> ServerState:
 
 
 class RunServer(Server):
-    """A server whose tables come from the run's checkpoints and go into them."""
+    """A server whose tables come from the run's checkpoints and go into them; `is_copy`: it stands by for that one."""
 
-    def __init__(self, paths: RunPaths, config: Config, number: int, folder: Path, secret: bytes) -> None:
+    def __init__(
+        self, paths: RunPaths, config: Config, number: int, folder: Path, secret: bytes, is_copy: bool = False
+    ) -> None:
+        self._is_copy = is_copy
         self._paths = paths
         self._config = config
         self._number = number
+        self._num_servers = config.server.num_servers
+        self._ring = build_ring(self._num_servers)
+        self._move: RowMove | None = None
+        self._move_number = 0
+        self._has_foreign_rows = False
+        self._is_dropping = False
+        self.when_left: Callable[[], object] = lambda: None
+        """Called when this server is no longer on the ring."""
         host = "0.0.0.0" if config.launch.is_remote else "127.0.0.1"
         super().__init__(build_state(config.server, config.run.seed, folder), folder, secret, host)
         self._log.close()
-        self._log: Any = _NoLog()
+        self._log: Any = NoLog()
+
+    def publish_address(self) -> None:
+        """Write where this server listens into the run's folder."""
+        host = socket.gethostbyname(socket.gethostname()) if self._config.launch.is_remote else "127.0.0.1"
+        address = {"name": name_server(self._number), "host": host, "port": self.address[1]}
+        name = f"{self._number}-copy.json" if self._is_copy else f"{self._number}.json"
+        storage.publish_json(storage.join(self._paths.servers, name), address)
+
+    def _hang_up(self) -> None:
+        super()._hang_up()
+        if self._move is not None:
+            self._move.close()
 
     def _answer(self, frame: Frame, connection: FrameSocket) -> Iterator[Frame]:
-        if frame.kind in (FrameKind.SAVE, FrameKind.LOAD):
-            yield self._save_or_load(frame)
-        else:
+        methods = {FrameKind.SAVE: self._save, FrameKind.LOAD: self._load, FrameKind.MOVE: self._copy_rows}
+        methods |= {FrameKind.ROWS: self._take_rows, FrameKind.CLOCKS: self._take_clocks}
+        methods |= {FrameKind.SETTLE: self._settle}
+        if frame.kind not in methods:
             yield from super()._answer(frame, connection)
+            return
+        try:
+            yield methods[frame.kind](frame)
+        except (KftrainError, OSError) as error:
+            yield self._refuse(frame, str(error))
+        if self._number >= self._num_servers and frame.kind is FrameKind.SETTLE:
+            self.when_left()  # after the answer
 
-    def _save_or_load(self, frame: Frame) -> Frame:
-        uri = storage.join(self._paths.checkpoints, str(CheckpointName(frame.clock, frame.sequence)))
+    def _save(self, frame: Frame) -> Frame:
         with self._changed:
-            try:
-                return self._save(frame, uri) if frame.kind is FrameKind.SAVE else self._load(frame, uri)
-            except (KftrainError, OSError) as error:
-                return self._refuse(frame, str(error))
-
-    def _save(self, frame: Frame, uri: str) -> Frame:
-        if not self._state.is_between_steps:
-            return self._refuse(frame, "a step is not over")
-        table_files.write_tables(self._state.tables, uri, self._number, self._config.server.num_servers)
+            if not self._state.is_between_steps:
+                return self._refuse(frame, "a step is not over")
+            is_owned = self._find_own if self._has_foreign_rows else None
+            uri = self._name_checkpoint(frame)
+            table_files.write_tables(self._state.tables, uri, self._number, self._num_servers, is_owned)
         return Frame(FrameKind.POSITION, clock=frame.clock)
 
-    def _load(self, frame: Frame, uri: str) -> Frame:
+    def _load(self, frame: Frame) -> Frame:
         state = build_state(self._config.server, self._config.run.seed, self._folder)
-        if frame.clock:
-            ring = Ring([name_server(number) for number in range(self._config.server.num_servers)])
-            table_files.load_tables(state.tables, uri, lambda keys: ring.find_owners(keys) == self._number)
-        self._state = state
-        self._connections.clear()  # those of workers of an attempt before, whose frames are refused from now on
+        with self._changed:
+            self._end_move()
+            if frame.clock:
+                table_files.load_tables(state.tables, self._name_checkpoint(frame), self._find_own)
+            self._log.close()
+            self._log = NoLog()
+            if self._config.server.copies > 1 and not self._is_copy:
+                address = self._read_address(f"{self._number}-copy")
+                self._log = Chain(address["host"], address["port"], self._secret, self._hang_up)
+            self._leader, self._has_taken_over = None, False
+            self._state = state
+            self._has_foreign_rows = False
+            self._readable_position = 0
+            self._connections.clear()  # those of workers of an attempt before, whose frames are refused from now on
         return Frame(FrameKind.POSITION, clock=frame.clock)
 
+    def _name_checkpoint(self, frame: Frame) -> str:
+        return storage.join(self._paths.checkpoints, str(CheckpointName(frame.clock, frame.sequence)))
 
-class _NoLog:
+    def _read_address(self, name: str) -> dict[str, Any]:
+        address: dict[str, Any] = storage.read_json(storage.join(self._paths.servers, f"{name}.json"))
+        return address
+
+    def _end_move(self) -> None:
+        if self._move is not None:
+            self._move.close()
+            self._move = None
+        config = self._config
+        self._num_servers = read_membership(self._paths, config.digest(), config.server.num_servers).num_servers
+        self._ring = build_ring(self._num_servers)
+
+    def _find_own(self, keys: Keys) -> NDArray[np.bool_]:
+        is_own: NDArray[np.bool_] = self._ring.find_owners(keys) == self._number
+        return is_own
+
+    def _connect_to(self, number: int) -> FrameSocket:
+        address = self._read_address(str(number))
+        name = name_server(number)
+        return FrameSocket.connect(address["host"], address["port"], self._secret, name, CONNECT_SECONDS)
+
+    def _copy_rows(self, frame: Frame) -> Frame:
+        self._wait_until_dropped()
+        if self._move is None or self._move_number != frame.table:  # else it would leave out what another one has sent
+            self._end_move()
+            self._move_number = frame.table
+            self._move = RowMove(self._state, self._changed, self._number, frame.clock, self._connect_to)
+            if self._is_stopped:  # the sockets of moves were closed before these were there
+                self._move.close()
+        num_rows = self._move.finish() if frame.sequence else self._move.copy()
+        return Frame(FrameKind.POSITION, clock=num_rows)
+
+    def _take_rows(self, frame: Frame) -> Frame:
+        self._wait_until_dropped()
+        with self._changed:
+            self._has_foreign_rows = True
+            self._state.tables[frame.table].put_rows(unpack_rows(frame), bool(frame.sequence))
+        return Frame(FrameKind.POSITION)
+
+    def _take_clocks(self, frame: Frame) -> Frame:
+        with self._changed:
+            flaw = take_clocks(self._state, frame)
+        return self._refuse(frame, flaw) if flaw else Frame(FrameKind.POSITION)
+
+    def _settle(self, frame: Frame) -> Frame:
+        with self._changed:
+            self._end_move()
+            self._is_dropping = self._has_foreign_rows = True
+        self._start_thread(self._drop_foreign_rows)
+        return Frame(FrameKind.POSITION)
+
+    def _drop_foreign_rows(self) -> None:
+        drop_foreign_rows(self._state.tables, self._changed, self._find_own)
+        with self._changed:
+            self._is_dropping = self._has_foreign_rows = False
+            self._changed.notify_all()
+
+    def _wait_until_dropped(self) -> None:
+        with self._changed:  # else what comes now would be dropped, or what is to be dropped would be copied
+            self._changed.wait_for(lambda: self._is_stopped or not self._is_dropping)
+
+
+class NoLog:
     """Stands in for the log of a server that nobody starts again with what it knew."""
 
-    num_bytes = 0
+    position = 0
 
-    def append(self, frame: Frame) -> int:
+    def append(self, frame: Frame) -> int:  # noqa: D102
         return 0
 
-    def sync(self, position: int) -> None:
+    def sync(self, position: int) -> None:  # noqa: D102
         pass
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: D102
         pass

@@ -76,6 +76,11 @@ class RowStore:
         return self._rows[: self._num_rows]
 
     @property
+    def _opaque(self) -> NDArray[np.void]:
+        # Without fields, numpy moves a row as one piece.
+        return self._rows.view(f"V{self._type.itemsize}")
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the file that the file system has allotted, and of the index."""
         return os.fstat(self._file.fileno()).st_blocks * 512 + self._slots.nbytes
@@ -101,6 +106,14 @@ class RowStore:
         if is_absent.any():  # it may have come meanwhile; a row that was there has kept its number
             numbers[is_absent] = self.find(keys[is_absent])
         return numbers
+
+    def gather(self, numbers: NDArray[np.int64]) -> NDArray[np.void]:
+        """Copy whole rows, by their numbers."""
+        return self._opaque[numbers].view(self._type)
+
+    def scatter(self, numbers: NDArray[np.int64], rows: NDArray[np.void]) -> None:
+        """Write rows that `gather` copied back to their places."""
+        self._opaque[numbers] = rows.view(self._opaque.dtype)
 
     def insert(self, keys: Keys) -> NDArray[np.int64]:
         """Append a row of zeros for each of these distinct absent keys; return their numbers."""
@@ -130,21 +143,24 @@ class RowStore:
 
     def _locate(self, keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the row and the slot of each key, -1 where there is none."""
-        rows = np.full(len(keys), -1, np.int64)
-        places = rows.copy()
+        self._reserve(1)
         stored = self._rows["key"]
-        pending = np.arange(len(keys))
         slots, steps = self._hash(keys)
+        places = np.full(len(keys), -1, np.int64)
+        pending = np.arange(len(keys))
+        # By numbers and `take`: masks cost several times that. Not of `stored`, which `take` would copy as a whole.
         while pending.size:
-            numbers = self._slots[slots]
-            is_same = numbers >= 0
-            is_same[is_same] = stored[numbers[is_same]] == keys[pending[is_same]]
-            rows[pending[is_same]] = numbers[is_same]
-            places[pending[is_same]] = slots[is_same]
-            goes_on = ~is_same & (numbers != EMPTY)
-            pending, steps = pending[goes_on], steps[goes_on]
-            slots = (slots[goes_on] + steps) & (len(self._slots) - 1)
-        return rows, places
+            numbers = self._slots.take(slots)
+            is_same = (stored[numbers] == keys) & (numbers >= 0)  # EMPTY and DELETED read some row at the end
+            goes_on = np.flatnonzero(~is_same & (numbers != EMPTY))
+            if pending.size == places.size:  # most keys lie in their first slot
+                places = np.where(is_same, slots, -1)
+            else:
+                same = np.flatnonzero(is_same)
+                places[pending.take(same)] = slots.take(same)
+            pending, keys, steps = pending.take(goes_on), keys.take(goes_on), steps.take(goes_on)
+            slots = (slots.take(goes_on) + steps) & (len(self._slots) - 1)
+        return np.where(places >= 0, self._slots.take(places, mode="wrap"), np.int64(-1)), places
 
     def _hash(self, keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first slot of each key, and the odd step to the next, which reaches all of 2**n slots."""
@@ -181,8 +197,10 @@ class RowStore:
         # A second map of the same file shows the same memory: nothing is copied, and the first goes with its last user.
         self._rows = np.memmap(self._file, self._type, "r+", shape=(capacity,)).view(np.ndarray)
 
-    def load(self, rows: NDArray[Any]) -> None:
-        """Take rows of a snapshot into empty ones."""
-        assert not len(self), "there are rows already"
-        numbers = self.insert(rows["key"].copy())
+    def put(self, rows: NDArray[Any]) -> None:
+        """Take whole rows of distinct keys, in the place of those that are there."""
+        keys = rows["key"].copy()
+        numbers = self.find(keys)
+        is_new = numbers < 0
+        numbers[is_new] = self.insert(keys[is_new])
         self._rows[numbers] = rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import socket
 import threading
@@ -18,6 +20,8 @@ from kftrain.server.log import FrameLog, replay
 from kftrain.server.state import RECORDED, UNNUMBERED, ServerState
 
 logger = logging.getLogger(__name__)
+
+NO_KEYS = np.empty(0, np.int64)
 
 
 class Server:
@@ -47,6 +51,8 @@ class Server:
         self._is_stopped = False
         self._sockets: set[FrameSocket] = set()
         self._connections: dict[int, FrameSocket] = {}  # of each worker, the one that may change the state
+        self._leader: FrameSocket | None = None  # of a copy, the connection of the server that it stands by for
+        self._has_taken_over = False
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server((host, port))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -57,16 +63,20 @@ class Server:
 
     def stop(self) -> None:
         """Close all connections and wait for the threads; the log holds everything that was acknowledged."""
+        self._hang_up()
+        for thread in self._threads:
+            thread.join()
+        self._log.close()
+
+    def _hang_up(self) -> None:
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
             for connection in self._sockets:
                 connection.close()
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which closing alone does not
+        with contextlib.suppress(OSError):  # it may have retired before
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which closing alone does not
         self._listener.close()
-        for thread in self._threads:
-            thread.join()
-        self._log.close()
 
     def _start_thread(self, work: object, *arguments: object) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)  # type: ignore[arg-type]
@@ -105,7 +115,9 @@ class Server:
 
     def _answer(self, frame: Frame, connection: FrameSocket) -> Iterator[Frame]:
         """Do what a frame asks for and yield the answers: none to a PUSH, none once stopped."""
-        if frame.kind is FrameKind.PULL:
+        if frame.kind is FrameKind.FOLLOW:
+            yield self._begin_to_follow(frame, connection)
+        elif frame.kind is FrameKind.PULL:
             yield from self._pull(frame)
         elif frame.kind is FrameKind.SNAPSHOT:
             yield self._write_snapshot(frame)
@@ -118,9 +130,27 @@ class Server:
         else:
             yield self._refuse(frame, "it is no request")
 
+    def _begin_to_follow(self, frame: Frame, connection: FrameSocket) -> Frame:
+        with self._changed:
+            if self._has_taken_over:
+                return self._refuse(frame, "this copy has taken over")
+            self._leader = connection
+        return Frame(FrameKind.POSITION)
+
+    def _take_over(self) -> None:
+        """Hear the server that this one stands by for no longer: workers have turned to this one."""
+        if self._leader is not None and not self._has_taken_over:
+            logger.warning("takes over: the server that it stands by for is gone")
+            self._has_taken_over = True
+            self._leader.close()
+
     def _record(self, frame: Frame, connection: FrameSocket) -> Frame | None:
         with self._changed:
-            if frame.kind is FrameKind.JOIN:
+            if connection is self._leader:
+                if self._has_taken_over:
+                    return self._refuse(frame, "this copy has taken over")
+            elif frame.kind is FrameKind.JOIN:
+                self._take_over()
                 self._connections[frame.worker] = connection
             elif frame.kind not in UNNUMBERED and self._connections.get(frame.worker) is not connection:
                 # What a dead process left in the network would else be taken for its successor's.
@@ -130,7 +160,7 @@ class Server:
             # Logged before it is applied, under one lock: a replay applies the same frames in the same order.
             # One that comes again may not have been synced the first time: its acknowledgement waits all the same.
             log = self._log
-            position = log.num_bytes if self._state.is_old(frame) else log.append(frame)
+            position = log.position if self._state.is_old(frame) else log.append(frame)
             self._state.apply(frame)
             if frame.kind is FrameKind.PUSH:
                 return None
@@ -142,6 +172,7 @@ class Server:
 
     def _resume(self, frame: Frame, connection: FrameSocket) -> Frame:
         with self._changed:
+            self._take_over()
             if frame.worker in self._state.clocks:
                 self._connections[frame.worker] = connection
                 return self._describe_position(frame.worker)
@@ -153,6 +184,7 @@ class Server:
             yield self._refuse(frame, f"there is no table {frame.table}")
             return
         table = state.tables[frame.table]
+        revision = -1
         for part in split_rows(len(frame.keys), table.spec.dim):
             with self._changed:
                 self._changed.wait_for(
@@ -160,12 +192,17 @@ class Server:
                 )
                 if self._is_stopped:
                     return
+                self._take_over()
                 finished = count_finished(state.clocks) if state.clocks else frame.clock
                 log, position = self._log, self._readable_position
-                weights = table.read(frame.keys[part])
+                if table.revision != revision:
+                    numbers, revision = table.find(frame.keys), table.revision
+                weights = table.read(frame.keys[part], numbers[part]).reshape(-1)
             # Nobody reads what a crash may take back: a later read would see an older row.
             log.sync(position)
-            yield Frame(FrameKind.WEIGHTS, frame.table, frame.worker, clock=finished, values=weights)
+            yield dataclasses.replace(
+                frame, kind=FrameKind.WEIGHTS, clock=finished, keys=NO_KEYS, values=weights, dim=table.spec.dim
+            )
 
     def _write_snapshot(self, frame: Frame) -> Frame:
         with self._changed:
@@ -184,7 +221,7 @@ class Server:
 
     def _refuse(self, frame: Frame, flaw: str) -> Frame:
         logger.error("refused a %s of worker %d: %s", frame.kind.name, frame.worker, flaw)
-        return Frame(FrameKind.REFUSAL, worker=frame.worker, keys=np.empty(0, np.int64))
+        return Frame(FrameKind.REFUSAL, worker=frame.worker, keys=NO_KEYS)
 
 
 def list_snapshots(folder: Path) -> list[int]:

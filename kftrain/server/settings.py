@@ -43,10 +43,17 @@ class ServerConfig(Section):
     num_servers: KeepsTraining[Amount] = 0
     """Processes beside the workers that share the rows of all tables; 0: there are no tables. A checkpoint goes on with
     any other number."""
+    copies: KeepsTraining[Literal[1, 2]] = 1
+    """Servers that have each row in memory. With 2, each also holds what its neighbour holds; an update is acknowledged
+    when both have it, and the first server that dies costs no step. Local launches alone."""
     consistency: ChangesSince03[Literal["bsp", "ssp", "asp"]] = "bsp"
     """Weights that a worker reads. `bsp`: with all updates of the steps before, the sum over all workers in one update;
     `ssp`: with those of steps that lie more than `max_steps_ahead` back; `asp`: whatever is there. The last two apply
     each worker's gradients by themselves, in the order in which they come."""
+    encoding: ChangesSince03[Literal["fp32", "bf16", "int8"]] = "fp32"
+    """Numbers of rows and of their gradients on the wire; servers keep and sum float32. `bf16` rounds both to the
+    nearest. `int8`, a byte a number and one a row, does so with weights; gradients are rounded up or down at random,
+    so that their mean is right, by the run's seed and the step."""
     max_steps_ahead: ChangesSince03[Amount] = 0
     """Steps that a worker may be ahead of the slowest one, with `ssp`."""
     tables: ChangesSince03[tuple[TableConfig, ...]] = ()
@@ -59,6 +66,8 @@ class ServerConfig(Section):
             raise ValueError(f"two tables have one name: {', '.join(sorted(names))}")
         if bool(self.num_servers) != bool(self.tables):
             raise ValueError("servers hold tables: set both num_servers and tables, or neither")
+        if self.copies > 1 and self.num_servers < 2:
+            raise ValueError("copies lie on other servers: num_servers must be at least 2 with copies: 2")
         if (self.consistency == "ssp") != bool(self.max_steps_ahead):
             raise ValueError("max_steps_ahead is of consistency ssp, which needs at least 1")
         return self

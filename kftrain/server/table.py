@@ -75,6 +75,9 @@ class RowTable:
     def __init__(self, spec: TableSpec, optimizer: RowOptimizer, folder: Path) -> None:
         self.spec = spec
         self.num_updates = 0
+        self.revision = 0
+        """It changes when rows come, go or lie elsewhere."""
+        self._updated: list[Keys] | None = None
         self._optimizer = optimizer
         self._rows = RowStore(spec.dim + optimizer.count_state(spec.dim), folder)
         self._candidates = RowStore(0, folder)
@@ -87,10 +90,16 @@ class RowTable:
         """Bytes that the rows and candidates take, with what stands ready for more."""
         return self._rows.num_bytes + self._candidates.num_bytes
 
-    def read(self, keys: Keys) -> Floats:
-        """Read the weights (keys, dim) of any keys, duplicates included."""
+    def find(self, keys: Keys) -> NDArray[np.int64]:
+        """Look up the rows of keys that will be read and then updated: what `read` wants, until the next update."""
         numbers = self._rows.find(keys)
         self._rows.remember(keys, numbers)
+        return numbers
+
+    def read(self, keys: Keys, numbers: NDArray[np.int64] | None = None) -> Floats:
+        """Read the weights (keys, dim) of any keys, duplicates included. `numbers`: what `find` gave for them."""
+        if numbers is None:
+            numbers = self._rows.find(keys)
         is_new = numbers < 0
         if not is_new.any():
             return self._weights[numbers]
@@ -113,23 +122,29 @@ class RowTable:
     def update_in_parts(self, parts: Sequence[tuple[Keys, Floats]]) -> None:
         """Make one update of the table with several arrays of keys and gradients; no key comes twice in them all."""
         self.num_updates += 1
+        self.revision += 1
+        all_keys = np.concatenate([keys for keys, _ in parts])
+        if self._updated is not None:
+            self._updated.append(all_keys)
+        numbers = self._admit(all_keys)
+        start = 0
         for keys, gradients in parts:
-            self._update_rows(keys, gradients)
-        self._expire()
+            self._update_rows(numbers[start : start + len(keys)], gradients)
+            start += len(keys)
+        if self.num_updates % self._expiry_interval == 0:
+            self._expire(self.num_updates)
 
-    def _update_rows(self, keys: Keys, gradients: Floats) -> None:
-        numbers = self._admit(keys)
+    def _update_rows(self, numbers: NDArray[np.int64], gradients: Floats) -> None:
         if (numbers < 0).any():
             gradients, numbers = gradients[numbers >= 0], numbers[numbers >= 0]
-        live = self._rows.live
-        block = torch.from_numpy(live["numbers"][numbers])
-        versions = live["version"][numbers]
-        num_missed = self.num_updates - 1 - live["last_use"][numbers].astype(np.int64)
-        num_missed[versions == 0] = 0
-        self._optimizer.update(block, torch.from_numpy(gradients), self.num_updates, torch.from_numpy(num_missed))
-        live["numbers"][numbers] = block.numpy()
-        live["version"][numbers] = versions + np.uint32(1)
-        live["last_use"][numbers] = self.num_updates
+        rows = self._rows.gather(numbers)
+        num_missed = self.num_updates - 1 - rows["last_use"].astype(np.int64)
+        num_missed[rows["version"] == 0] = 0
+        block, missed = torch.from_numpy(rows["numbers"]), torch.from_numpy(num_missed)
+        self._optimizer.update(block, torch.from_numpy(gradients), self.num_updates, missed)
+        rows["version"] += np.uint32(1)
+        rows["last_use"] = self.num_updates
+        self._rows.scatter(numbers, rows)
 
     def snapshot(self) -> dict[str, NDArray[np.void]]:
         """Copy rows and candidates. With `num_updates` they are the whole state."""
@@ -141,9 +156,45 @@ class RowTable:
 
     def load(self, num_updates: int, rows: NDArray[np.void], candidates: NDArray[np.void]) -> None:
         """Take a snapshot into an empty table."""
+        assert not len(self), "there are rows already"
         self.num_updates = num_updates
-        self._rows.load(rows)
-        self._candidates.load(candidates)
+        self._rows.put(rows)
+        self._candidates.put(candidates)
+
+    def take_updated(self) -> list[Keys]:
+        """Return the keys that were updated since the last call, by updates; at the first call, all that are known."""
+        stores = (self._rows, self._candidates)
+        keys = [rows.live["key"].copy() for rows in stores] if self._updated is None else self._updated
+        self._updated = []
+        return keys
+
+    def forget_updated(self) -> None:
+        """Let the next `take_updated` return all keys."""
+        self._updated = None
+
+    def copy_rows(self, keys: Keys) -> list[NDArray[np.void]]:
+        """Copy the rows, and the candidates, of distinct keys, as far as there are any."""
+        stores = (self._rows, self._candidates)
+        return [rows.gather(numbers[numbers >= 0]) for rows in stores for numbers in [rows.find(keys)]]
+
+    def put_rows(self, rows: NDArray[np.void], are_candidates: bool) -> None:
+        """Take copied rows, or candidates, with all that is known of their keys."""
+        here, other = (self._rows, self._candidates)[:: -1 if are_candidates else 1]
+        here.put(rows)
+        _remove_present(other, rows["key"].copy())
+        self.revision += 1
+
+    def remove_keys(self, keys: Keys) -> None:
+        """Remove all that is known of some distinct keys."""
+        for rows in (self._rows, self._candidates):
+            _remove_present(rows, keys)
+        self.revision += 1
+
+    def take_num_updates(self, num_updates: int) -> None:
+        """Take the number of updates from where rows were copied, and remove what has expired there since."""
+        self.num_updates = num_updates
+        self._expire(num_updates - num_updates % self._expiry_interval)
+        self.revision += 1
 
     @property
     def _weights(self) -> Floats:
@@ -174,11 +225,20 @@ class RowTable:
         self._candidates.remove(keys[is_due])
         return is_due
 
-    def _expire(self) -> None:
+    @property
+    def _expiry_interval(self) -> int:
         # Looking at every row costs as much as an update of a few: a sixteenth of the time to live is soon enough, and
         # the count of updates decides, so that a replayed log expires the same rows at the same place.
-        if self.spec.expiry_steps and self.num_updates % max(1, self.spec.expiry_steps // 16) == 0:
-            for rows in (self._rows, self._candidates):
-                is_old = self.num_updates - rows.live["last_use"].astype(np.int64) >= self.spec.expiry_steps
-                if is_old.any():
-                    rows.remove(rows.live["key"][is_old])
+        return max(1, self.spec.expiry_steps // 16)
+
+    def _expire(self, num_updates: int) -> None:
+        for rows in (self._rows, self._candidates) if self.spec.expiry_steps else ():
+            is_old = num_updates - rows.live["last_use"].astype(np.int64) >= self.spec.expiry_steps
+            if is_old.any():
+                rows.remove(rows.live["key"][is_old])
+
+
+def _remove_present(rows: RowStore, keys: Keys) -> None:
+    present = keys[rows.find(keys) >= 0]
+    if present.size:
+        rows.remove(present)

@@ -15,7 +15,7 @@ from kftrain.data.shards.manifest import Manifest
 from kftrain.data.windows import is_stream
 from kftrain.errors import KftrainError
 from kftrain.registry import ComparedVersion
-from kftrain.report.versions import ReportedVersion, VersionComparison
+from kftrain.reports.versions import ReportedVersion, VersionComparison
 from kftrain.run import attempts, documents
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, RunShards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kftrain import launch, registry, report, tracking
+from kftrain import launch, registry, reports, tracking
 from kftrain.checkpoint.export import read_recipe
 from kftrain.config import Config
 from kftrain.core import storage
@@ -161,12 +161,12 @@ def _make_outcome(
     if reference is not None:
         metrics = ", ".join(f"{name} {interval.value:.4g}" for name, interval in reference.metrics.items())
         progress(f"on the {reference.num_samples:,} samples of the reference set: {metrics}")
-    section = report.describe_evaluation(config, evaluation, read_performance(paths, evaluation), reference)
+    section = reports.describe_evaluation(config, evaluation, read_performance(paths, evaluation), reference)
     return Outcome(
         run_uri=paths.uri,
         summary={"result": result, "run_uri": paths.uri, **evaluation.to_dict()},
         metrics={**values, **_list_values(reference, "reference_")},
-        html=report.render_section(section, config.run.name),
-        markdown=report.render_markdown(section),
+        html=reports.render_section(section, config.run.name),
+        markdown=reports.render_markdown(section),
         confusion=evaluation.confusion,
     )

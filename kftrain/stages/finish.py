@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kftrain import launch, report
+from kftrain import launch, reports
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress, to_log
@@ -142,12 +142,12 @@ def _resolve(
 def _describe_success(paths: RunPaths, removed: list[str], warnings: list[str]) -> Outcome:
     summary: dict[str, Any] = {"result": "the run succeeded", "run_uri": paths.uri, "report_uri": paths.report}
     lists = {"removed": removed, "warnings": warnings}
-    section = report.describe_success(paths.uri, paths.report, removed, warnings)
+    section = reports.describe_success(paths.uri, paths.report, removed, warnings)
     return Outcome(
         run_uri=paths.uri,
         summary={**summary, **{name: values for name, values in lists.items() if values}},
-        html=report.render_section(section, "run"),
-        markdown=report.render_markdown(section),
+        html=reports.render_section(section, "run"),
+        markdown=reports.render_markdown(section),
     )
 
 
@@ -155,12 +155,12 @@ def _describe_failure(error: ErrorDocument, run_uri: str, kubeflow_url: str = ""
     """Return the outcome of a failure; its advice names the run to go on with only if the run `is_there`."""
     situation = replace(Situation.from_environment(run_uri if is_there else ""), kubeflow_url=kubeflow_url)
     stage = error.stage or "run"
-    section = report.describe_failure(error, stage, situation)
+    section = reports.describe_failure(error, stage, situation)
     return Outcome(
         run_uri=run_uri,
         summary={"result": f"{stage} failed: {error.line}", **error.list_known_fields(), "run_uri": run_uri},
-        html=report.render_section(section, stage),
-        markdown=report.render_markdown(section),
+        html=reports.render_section(section, stage),
+        markdown=reports.render_markdown(section),
     )
 
 

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from kftrain import launch, report
+from kftrain import launch, reports
 from kftrain.config import ORDERS, Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress
@@ -367,13 +367,13 @@ def _is_registered(paths: RunPaths) -> bool:
 
 
 def _make_outcome(paths: RunPaths, skipped: Skipped) -> Outcome:
-    section = report.describe_idle_run(paths.uri, skipped.line)
+    section = reports.describe_idle_run(paths.uri, skipped.line)
     return Outcome(
         run_uri=paths.uri,
         summary={"result": f"nothing to do: {skipped.line}", "run_uri": paths.uri, "why": skipped.why},
         next_step="finish",
-        html=report.render_section(section, "run"),
-        markdown=report.render_markdown(section),
+        html=reports.render_section(section, "run"),
+        markdown=reports.render_markdown(section),
     )
 
 

@@ -50,7 +50,8 @@ def _describe_machines(config: Config) -> Machines:
 
 def _describe_work(config: Config) -> Work:
     if config.model.kind != MODEL:
-        what, fix = f"auto knows the sizes of the built-in {MODEL} only", "set parallel.layout to given, and the axes"
+        what = f"auto knows the sizes of the built-in {MODEL} only"
+        fix = "set parallel.layout to given and parallel.strategy to auto, which weighs any model once it is built"
         raise ConfigError(what, where="parallel.layout", value=config.model.kind, fix=fix)
     arguments = build_task(config.task).model_arguments()
     options, splits = {**options_of(config.model), **arguments}, splits_of(config.model, arguments)

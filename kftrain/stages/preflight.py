@@ -114,6 +114,7 @@ def check_batch(config: Config) -> None:
     plan = BatchPlan(config.train.global_batch_size, num_data_ranks, config.train.most_micro_rows)
     if per_node != "auto":
         config.parallel.require_micro_batches(plan.num_micro_batches)
+        config.parallel.require_equal_islands(batch, num_data_ranks)
 
 
 def check_samples(config: Config, num_samples: int) -> None:

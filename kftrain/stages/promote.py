@@ -10,7 +10,7 @@ from kftrain.core.progress import Progress, to_log
 from kftrain.errors import ConfigError
 from kftrain.kubeflow import parameters
 from kftrain.registry.journal import Declined, Entry
-from kftrain.report.markdown import escape
+from kftrain.reports.markdown import escape
 from kftrain.stages import failure, resolve
 from kftrain.stages.outcome import Outcome
 

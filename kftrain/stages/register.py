@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kftrain import config as configuration
-from kftrain import launch, registry, report, tracking
+from kftrain import launch, registry, reports, tracking
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.plugins import user_code
@@ -21,7 +21,7 @@ from kftrain.data.shards.manifest import Manifest, shard_uri
 from kftrain.errors import ConfigError, DataError, KftrainError, TrackingError
 from kftrain.evaluate import reference_set
 from kftrain.registry.package import STORES, ModelPackage, list_requirements, make_own_wheel
-from kftrain.report import content
+from kftrain.reports import content
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
 from kftrain.run.commit import list_differences
@@ -113,7 +113,7 @@ def _comparison(paths: RunPaths, config: Config) -> str:
     with best_effort("there is no comparison page"):
         comparison = compare_versions(config, at_most=PAGE_VERSIONS)
         if len(comparison.versions) > 1:
-            page = report.render_page(report.compose_comparison_page(comparison, report.describe_environment()))
+            page = reports.render_page(reports.compose_comparison_page(comparison, reports.describe_environment()))
             storage.publish(paths.comparison, page)
     return page
 
@@ -129,7 +129,7 @@ def _write_report(
 ) -> str:
     """Write the page of the whole run into its folder and return it."""
     others = [content.make_uri_fact("Beside other versions", paths.comparison)] if is_compared else []
-    sections = report.compose_run_page(
+    sections = reports.compose_run_page(
         config,
         manifest=manifest.to_dict(),
         overview=read_overview(read_shards(paths).manifest_uri),
@@ -140,9 +140,9 @@ def _write_report(
         performance=read_performance(paths, evaluation),
         drift=read_drift(paths),
         reference=reference_set.read_own_evaluation(paths, completion),
-        written=[*report.describe_environment(), *others],
+        written=[*reports.describe_environment(), *others],
     )
-    page = report.render_page(sections)
+    page = reports.render_page(sections)
     storage.publish(paths.report, page)
     return page
 
@@ -168,7 +168,7 @@ def _make_outcome(
             }
         ),
         html=page,
-        markdown=report.render_markdown(report.describe_registration(config, registration)),
+        markdown=reports.render_markdown(reports.describe_registration(config, registration)),
     )
 
 
@@ -195,7 +195,7 @@ def package_of(
     no_example: tuple[Mapping[str, Any], Mapping[str, str]] = ({}, {})
     example, types = make_or_warn("input example", lambda: _make_example(config, shards, manifest), no_example)
     card = make_or_warn(
-        "card", lambda: report.render_model_card(config, manifest.to_dict(), completion, evaluation), ""
+        "card", lambda: reports.render_model_card(config, manifest.to_dict(), completion, evaluation), ""
     )
     return ModelPackage(
         card=card,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kftrain import launch, report
+from kftrain import launch, reports
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress, to_log
@@ -184,13 +184,13 @@ def _write_dataset(paths: RunPaths, prepared: Prepared, progress: Progress) -> O
         storage.publish_json(paths.drift, prepared.drift.to_dict())
     summary = _summarize(paths, shards, described, prepared.reused)
     progress(summary["result"])
-    section = report.describe_shards(described.to_dict(), prepared.overview, prepared.drift)
+    section = reports.describe_shards(described.to_dict(), prepared.overview, prepared.drift)
     return Outcome(
         run_uri=paths.uri,
         summary=summary,
         metrics=_count_metrics(described, prepared.seconds) | (prepared.drift.metrics if prepared.drift else {}),
-        html=report.render_section(section, paths.run_id),
-        markdown=report.render_markdown(section),
+        html=reports.render_section(section, paths.run_id),
+        markdown=reports.render_markdown(section),
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from kftrain import launch, report
+from kftrain import launch, reports
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress, to_log
@@ -91,7 +91,7 @@ def _make_outcome(
     because = f"; {chosen}" if chosen else ""
     result = f"{how}: {completion.num_trained} steps, {completion.num_parameters:,} parameters{reached}{because}"
     progress(result)
-    section = report.describe_training(config, completion, read_history(paths))
+    section = reports.describe_training(config, completion, read_history(paths))
     return Outcome(
         run_uri=paths.uri,
         summary={"result": result, "run_uri": paths.uri, **completion.to_dict()},
@@ -103,6 +103,6 @@ def _make_outcome(
                 "seconds": completion.seconds,
             }
         ),
-        html=report.render_section(section, config.run.name, config.to_yaml()),
-        markdown=report.render_markdown(section),
+        html=reports.render_section(section, config.run.name, config.to_yaml()),
+        markdown=reports.render_markdown(section),
     )

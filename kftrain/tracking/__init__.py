@@ -5,54 +5,37 @@ from typing import TYPE_CHECKING
 from kftrain.core.lazy import attributes
 
 if TYPE_CHECKING:
-    from kftrain.tracking.base import Point, Tracker
-    from kftrain.tracking.runs import (
-        DatasetLineage,
-        Status,
-        check,
-        find_running,
-        finish_run,
-        log_evaluation,
-        log_missing,
-        log_text,
-        read_status,
-        start_run,
-    )
-    from kftrain.tracking.tracker import MlflowTracker, open_tracker
-
-__all__ = [
-    "check",
-    "start_run",
-    "finish_run",
-    "find_running",
-    "read_status",
-    "log_evaluation",
-    "log_missing",
-    "log_text",
-    "open_tracker",
-    "DatasetLineage",
-    "Status",
-    "Tracker",
-    "MlflowTracker",
-    "Point",
-]
+    from kftrain.tracking.base import Point as Point
+    from kftrain.tracking.base import Tracker as Tracker
+    from kftrain.tracking.runs import DatasetLineage as DatasetLineage
+    from kftrain.tracking.runs import Status as Status
+    from kftrain.tracking.runs import check as check
+    from kftrain.tracking.runs import find_running as find_running
+    from kftrain.tracking.runs import finish_run as finish_run
+    from kftrain.tracking.runs import log_evaluation as log_evaluation
+    from kftrain.tracking.runs import log_missing as log_missing
+    from kftrain.tracking.runs import log_text as log_text
+    from kftrain.tracking.runs import read_status as read_status
+    from kftrain.tracking.runs import start_run as start_run
+    from kftrain.tracking.tracker import MlflowTracker as MlflowTracker
+    from kftrain.tracking.tracker import open_tracker as open_tracker
 
 __getattr__ = attributes(
     __name__,
     {
-        "check": "kftrain.tracking.runs",
-        "start_run": "kftrain.tracking.runs",
-        "finish_run": "kftrain.tracking.runs",
-        "find_running": "kftrain.tracking.runs",
-        "read_status": "kftrain.tracking.runs",
-        "log_evaluation": "kftrain.tracking.runs",
-        "log_missing": "kftrain.tracking.runs",
-        "log_text": "kftrain.tracking.runs",
-        "open_tracker": "kftrain.tracking.tracker",
-        "DatasetLineage": "kftrain.tracking.runs",
-        "Status": "kftrain.tracking.runs",
-        "Tracker": "kftrain.tracking.base",
-        "MlflowTracker": "kftrain.tracking.tracker",
-        "Point": "kftrain.tracking.base",
+        "kftrain.tracking.runs": (
+            "check",
+            "start_run",
+            "finish_run",
+            "find_running",
+            "read_status",
+            "log_evaluation",
+            "log_missing",
+            "log_text",
+            "DatasetLineage",
+            "Status",
+        ),
+        "kftrain.tracking.tracker": ("open_tracker", "MlflowTracker"),
+        "kftrain.tracking.base": ("Tracker", "Point"),
     },
 )

@@ -42,34 +42,20 @@ class Averages:
     @torch.no_grad()
     def update(self, found_inf: torch.Tensor) -> None:
         """Move the averages to the weights that a step has left; they stay where `found_inf` is 1."""
-        counts = 1.0 - found_inf.to(self._num_steps.device)
+        counts = torch.rsub(found_inf.to(self._num_steps.device), 1.0)
         self._num_steps.add_(counts)
         if not self._averages:
             return
         # 1 up to the first step after the start, which copies the weights; and 0 for a skipped one.
         share = torch.rsub(self._num_steps, self._start_steps + 2.0).clamp_(1.0 - self._decay, 1.0).mul_(counts)
-        weights: list[torch.Tensor] = (
-            [*self._weights] if self._are_plain else [local(weight) for weight in self._weights]
-        )
+        weights: list[torch.Tensor] = [*self._weights] if self._are_plain else list(map(local, self._weights))
         if self._are_narrow:
             weights = [weight.float() for weight in weights]
         torch._foreach_lerp_(self._parts, weights, [share] * len(weights))
 
-    @contextlib.contextmanager
-    def in_place(self, model: nn.Module) -> Iterator[None]:
+    def in_place(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Give the model the averages as its weights within the block, which may compute but not train."""
-        # A copy of the weights, and no exchange of the two: their formats may differ, and nothing may be rounded.
-        weights = [local(weight.detach()) for weight in self._weights]
-        kept = [weight.clone() for weight in weights]
-        _copy(weights, self._parts)
-        try:
-            yield
-        finally:
-            _copy(weights, kept)
-            # Units that stay whole after a forward pass hold averages; a step would take them for the weights.
-            for unit in model.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()
+        return standing_in(model, [local(weight.detach()) for weight in self._weights], self._parts)
 
     def make_part(self) -> Part:
         """Make the part of a checkpoint: the averages by the names of their parameters."""
@@ -81,8 +67,7 @@ class Averages:
 
         def load(state: dict[str, Any]) -> None:
             self._num_steps.copy_(state["num_steps"])
-            saved = [local(state["weights"][names[0]]) for names in self._names.values()]
-            _copy(self._parts, saved)
+            _copy(self._parts, [local(state["weights"][names[0]]) for names in self._names.values()])
 
         return Part(1, save, load, is_optional=True, begin=self._begin)
 
@@ -91,6 +76,22 @@ class Averages:
         """Begin with the weights of a checkpoint after so many steps."""
         _copy(self._parts, [local(weight) for weight in self._weights])
         self._num_steps.fill_(min(num_steps, self._start_steps))
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module, weights: list[torch.Tensor], values: list[torch.Tensor]) -> Iterator[None]:
+    """Give this process's parts of a model's weights other values within the block."""
+    # A copy of the weights, and no exchange of the two: their formats may differ, and nothing may be rounded.
+    kept = [weight.clone() for weight in weights]
+    _copy(weights, values)
+    try:
+        yield
+    finally:
+        _copy(weights, kept)
+        # Units that stay whole after a forward pass hold the values; a step would take them for the weights.
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 @torch.no_grad()

@@ -7,10 +7,9 @@ they are quantized again, so neither a skipped step nor a resume in the same lay
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,16 +93,22 @@ class AdamW8bit(AdamW):
                 super().update(group, [parameter], [gradient])
                 self.state[parameter] = self._quantize(parameter, self.state[parameter])
 
-    @contextlib.contextmanager
-    def expanded(self) -> Iterator[None]:
-        """Give torch's state all moments in fp32 within the block, and take those that it has then."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with all moments in fp32, as checkpoints hold it; see `torch.optim.Optimizer`."""
         for parameter in self._blocks:
             self._dequantize(parameter)
-        try:
-            yield
-        finally:
-            for parameter in self._blocks:
-                self.state[parameter] = self._quantize(parameter, self.state[parameter])
+        state: dict[str, Any] = super().state_dict()
+        self._quantize_all()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of a `state_dict`."""
+        super().load_state_dict(state_dict)
+        self._quantize_all()
+
+    def _quantize_all(self) -> None:
+        for parameter in self._blocks:
+            self.state[parameter] = self._quantize(parameter, self.state[parameter])
 
     # Both make a new dict: a checkpoint that is being made refers to the one with all moments.
     def _dequantize(self, parameter: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ from kftrain.train.completing import ExportDescription
 from kftrain.train.remote_rows import RemoteRows
 
 Agree = Callable[[list[float]], list[float]]
-"""Sums values over all processes. Collective."""
+"""Sums values over all processes of an island. Collective."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Engine(Protocol):
         """Set the learning rate of the steps that follow."""
 
     def step(self, batch: StepBatch, num_terms: int, agree: Agree) -> StepResult:
-        """Take one step. `num_terms`: its loss terms over all processes.
+        """Take one step. `num_terms`: its loss terms over all processes of this island.
 
         `agree` is called once, while the device computes: what else must be known of the others may travel with it.
         """
@@ -151,18 +151,10 @@ class Engine(Protocol):
         """Return statistics of the first `max_samples` samples of a dataset (0: all); None but on the first process."""
 
 
-class EngineFactory(Protocol):
-    """A function that builds engines of one kind; `engines.py` lists them."""
-
-    def __call__(
-        self, config: Config, task: Task, loader: TrainLoader, mesh: Mesh, before: CheckpointManifest | None = None
-    ) -> tuple[Engine, ExportDescription]:
-        """Build an engine with all that a step needs; return it with what will stand beside the export of its model.
-
-        `before`: of the checkpoint that is loaded into it; without one it has the weights that the run starts with.
-
-        Collective. Raises ConfigError and UserCodeError for what cannot be trained or exported.
-        """
+EngineFactory = Callable[[Config, Task, TrainLoader, Mesh, CheckpointManifest | None], tuple[Engine, ExportDescription]]
+"""Type of a function that builds an engine with all that a step needs; and tells what will stand beside the export of
+its model. It is given the manifest of the checkpoint that is loaded into it; without one it has the weights that the
+run starts with. Collective. It raises ConfigError and UserCodeError for what cannot be trained or exported."""
 
 
 class StepNumbers:

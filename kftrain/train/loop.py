@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from kftrain.core.progress import to_log
 from kftrain.data.decoding import BadSample
 from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import StepBatch, TrainLoader
-from kftrain.errors import DataError, DivergedError, FailureClass, Preempted
+from kftrain.errors import DataError, DivergedError, FailureClass, Preempted, error_from_dict
 from kftrain.evaluate.score import total_metrics
 from kftrain.parallel.world import World
 from kftrain.process.liveness import Liveness
@@ -47,7 +48,7 @@ class NextStep:
     batch: StepBatch | None
     """This process's batch; None after the last step, on all processes."""
     num_terms: int
-    """Number of its loss terms, over all processes."""
+    """Number of its loss terms, over all processes of an island."""
     stops: bool
     """True where the attempt ends before it."""
     is_saving: bool
@@ -93,6 +94,8 @@ class Loop:
         # As the device has it, in fp32: 0.1 is a little larger there, and would never be reached.
         self._least_scale = float(np.float32(config.precision.loss_scale.minimum))
         self._num_nonfinite = 0
+        self._problem: dict[str, Any] | None = None
+        """The error of this island, which training has not ended with yet."""
         self._last_recorded = 0
         self._pending: tuple[int, StepNumbers] | None = None
         """Number of the last step, and its numbers on their way to the host; None once they were looked at."""
@@ -161,8 +164,8 @@ class Loop:
         num_terms = batch.num_terms if batch is not None and self._engine.mesh.counts_rows else 0
         bad_samples = [] if batch is None else batch.bad_samples
         flags = self._stop.requested, saves.busy, saves.overdue, saves.due, bool(bad_samples)
-        answers = self._world.sum([num_terms, *flags, *values])
-        terms, stop, saving, overdue, due, bad, *sums = answers
+        (terms, *sums), agreed = self._engine.mesh.sum_both([num_terms, *values], [*map(float, flags)])
+        stop, saving, overdue, due, bad = agreed
         if bad:
             self._left_out.take(bad_samples)
         return NextStep(batch, int(terms), stop > 0, saving > 0, overdue > 0, due > 0), sums
@@ -180,7 +183,7 @@ class Loop:
         seed_step(self._config.run.seed, step, mesh.data_rank, mesh.world.device)
         self._engine.set_learning_rate(self._find_rate(step))
         result = self._engine.step(batch, num_terms, agree)
-        self._read_last_step()  # the step before this one: the device has this one to go on with while the host reads
+        self._note_last_step()  # the step before this one: the device has this one to go on with while the host reads
         self._pending = step + 1, StepNumbers(result)
         (upcoming,) = answers
         return upcoming
@@ -189,12 +192,24 @@ class Loop:
         """Return the learning rate of a step, counted from 0. It is computed anew for each, and is no state."""
         optimizer = self._config.optimizer
         rate = compute_learning_rate(optimizer, step, self._config.train.steps)
-        if optimizer.reference_batch_size is None:
-            return rate
-        return rate * compute_batch_factor(optimizer, self._sizes.find_size(step))
+        if optimizer.reference_batch_size is not None:
+            rate *= compute_batch_factor(optimizer, self._sizes.find_size(step))
+        return rate
 
     def _read_last_step(self) -> None:
-        """Read what the last step has measured. Raises DivergedError, on all processes: they share the norm."""
+        """Read what the last step has measured. Raises DivergedError on all processes."""
+        self._note_last_step()
+        if self._engine.mesh.shape.islands > 1:
+            problem = next(filter(None, self._world.gather(self._problem)), None)
+            if problem is not None:
+                raise error_from_dict(problem)
+
+    def _note_last_step(self) -> None:
+        """Read what the last step has measured.
+
+        Raises DivergedError where all processes share the norm. Islands have norms of their own, and tell each other
+        where all of them stop for something else.
+        """
         if self._pending is None:
             return
         done, measured = self._pending
@@ -208,11 +223,14 @@ class Loop:
             self._num_nonfinite += 1
         if self._num_nonfinite > self._config.train.max_nonfinite_steps:
             at = f" at the least loss scale, {minimum:g}," if scale else ""
-            raise DivergedError(
+            error = DivergedError(
                 f"the gradient norm of step {done}{at} is not finite",
                 value=self._gradient_norm,
                 fix=make_fix(FailureClass.DIVERGED),
             )
+            if self._engine.mesh.shape.islands == 1:
+                raise error
+            self._problem = error.to_dict()
 
     def _finish_step(self, done: int, upcoming: NextStep) -> None:
         config = self._config
@@ -238,8 +256,12 @@ class Loop:
                 self._save(done, last, upcoming.is_saving and not improved and not stays)
 
     def _record(self, done: int) -> None:
-        (loss,) = self._engine.mesh.sum_of_losses([self._local_loss])
-        values = {"loss": loss, "learning_rate": self._find_rate(done - 1), "gradient_norm": self._gradient_norm}
+        mesh, norm = self._engine.mesh, self._gradient_norm
+        (loss,) = mesh.sum_of_losses([self._local_loss])
+        if mesh.shape.islands > 1:  # means over islands, which have losses and norms of their own
+            loss /= mesh.shape.islands
+            (norm,) = self._world.sum([norm / self._world.size])
+        values = {"loss": loss, "learning_rate": self._find_rate(done - 1), "gradient_norm": norm}
         values |= self._step_metrics
         if self._left_out.numbers:
             values["bad_samples"] = len(self._left_out.numbers)
@@ -248,6 +270,8 @@ class Loop:
             num_steps, count = done - self._last_recorded, self._sizes.count_samples
             finite = {name: value for name, value in values.items() if math.isfinite(value)}
             costs = {**data, **ask_metrics(self._engine.model)}
+            if self._engine.rows is not None:
+                costs |= self._engine.rows.collect_metrics()
             self._recorder.record(done, finite, num_steps, count(done) - count(self._last_recorded), costs)
         self._last_recorded = done
 
@@ -326,9 +350,8 @@ Krizhevsky 2014, arXiv:1404.5997, and for Adam Malladi et al. 2022, arXiv:2205.1
 
 def compute_batch_factor(config: OptimizerConfig, batch_size: int) -> float:
     """Return the factor on the learning rate of a step with so many samples over all processes."""
-    if config.reference_batch_size is None:
-        return 1.0
-    return float((batch_size / config.reference_batch_size) ** EXPONENTS[config.scale_learning_rate])
+    reference = config.reference_batch_size or batch_size
+    return float((batch_size / reference) ** EXPONENTS[config.scale_learning_rate])
 
 
 class LeftOutSamples:

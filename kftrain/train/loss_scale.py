@@ -84,7 +84,7 @@ class LossScale:
         device = scaled[0].device if scaled else self._scale.device  # offloaded gradients are on the host
         self._found_inf = torch.zeros((), device=device)
         if scaled:
-            factor = self._scale.double().reciprocal().float().to(device)
+            factor = self._scale.reciprocal().to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(scaled, self._found_inf, factor)
 
     def _save(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def find_rows(training: Training, mesh: Mesh) -> int:
     num_tried = min(2, share.micro_batch_rows)
     model = _build_model(training, mesh)
     micro = _read_rows(training, mesh, num_tried)
-    tried = [probe.take_first_rows(micro, count) for count in (1, num_tried)]
+    tried = [probe.take_rows(micro, slice(count)) for count in (1, num_tried)]
     peaks = [_measure_peak(model, training.task, rows, device) for rows in tried]
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else measure_own_bytes()
     state_bytes = _count_state_bytes(training.config, model, mesh)
@@ -137,15 +137,12 @@ def _measure_peak(model: nn.Module, task: Task, micro: MicroBatch, device: torch
         with probe.isolate((0, 0), device), CountedBytes() as counted:
             compute_loss_sum(model, task, tensors).backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, MemoryError, UserCodeError) as error:
-        if not _is_out_of_memory(error.__cause__ or error):
+        cause = error.__cause__ or error
+        # On a CPU torch raises a RuntimeError like any other.
+        if not isinstance(cause, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(cause):
             raise
         return math.inf
     return float(counted.peak_bytes)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # On a CPU torch raises a RuntimeError like any other.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 class CountedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
@@ -83,17 +82,8 @@ class Optimizer:
         """Join `members`: each with the learning rates of its groups as multiples of the training's."""
         self.members = list(members)
         self._scales = list(members.values())
-        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-
-    @property
-    def param_groups(self) -> list[Group]:
-        """Parameter groups of all members, as torch's optimizers have them."""
-        return [group for member in self.members for group in member.param_groups]
-
-    @property
-    def state(self) -> dict[Any, Any]:
-        """State of each parameter, whichever member has it."""
-        return {parameter: kept for member in self.members for parameter, kept in member.state.items()}
+        groups = [group for member in self.members for group in member.param_groups]
+        self._parameters = [parameter for group in groups for parameter in group["params"]]
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the steps that follow."""

@@ -8,7 +8,6 @@ on local tensors. Nothing but the state is kept between steps: a parameter may g
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -66,13 +65,9 @@ class SkippingOptimizer(torch.optim.Optimizer, abc.ABC):
             if used:
                 self.update(group, used, [local(parameter.grad) for parameter in used])
 
-    def expanded(self) -> contextlib.AbstractContextManager[None]:
-        """Give the state, within the block, the form that checkpoints hold: each tensor as large as its parameter."""
-        return contextlib.nullcontext()
-
     def count_step(self, device: torch.device) -> torch.Tensor:
         """Return 1 where this step counts, 0 where it is skipped: a scalar on the device."""
-        return torch.ones((), device=device) if self.found_inf is None else 1.0 - self.found_inf.to(device)
+        return torch.ones((), device=device) if self.found_inf is None else torch.rsub(self.found_inf.to(device), 1.0)
 
     def local_states(self, parameters: list[torch.Tensor], *names: str) -> list[list[torch.Tensor]]:
         """Return this process's parts of the parameters' states, a list for each of these names."""
@@ -83,11 +78,6 @@ class SkippingOptimizer(torch.optim.Optimizer, abc.ABC):
 def make_zero(parameter: torch.Tensor) -> torch.Tensor:
     """Make a scalar 0, fp32, on a parameter's device: a count of its steps, for example."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device)
-
-
-def make_zeros(parameter: torch.Tensor) -> torch.Tensor:
-    """Make zeros of a parameter's shape, cut over the processes as the parameter is."""
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
 
 
 class Sgd(SkippingOptimizer):
@@ -101,7 +91,7 @@ class Sgd(SkippingOptimizer):
 
     def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Start with a count of 0, and a momentum of 0 where there is one."""
-        momentum = {"momentum_buffer": make_zeros(parameter)} if self.defaults["momentum"] else {}
+        momentum = {"momentum_buffer": torch.zeros_like(parameter)} if self.defaults["momentum"] else {}
         return {"step": make_zero(parameter), **momentum}
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
@@ -131,7 +121,11 @@ class AdamW(SkippingOptimizer):
 
     def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Start with a count of 0 and two moments of 0."""
-        return {"step": make_zero(parameter), "exp_avg": make_zeros(parameter), "exp_avg_sq": make_zeros(parameter)}
+        return {
+            "step": make_zero(parameter),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Update all parameters of a group by one kernel."""
@@ -244,7 +238,7 @@ class Muon(SkippingOptimizer):
     def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Start with a count of 0 and a momentum of 0."""
         assert parameter.dim() in (2, 3), parameter.shape
-        return {"step": make_zero(parameter), "momentum_buffer": make_zeros(parameter)}
+        return {"step": make_zero(parameter), "momentum_buffer": torch.zeros_like(parameter)}
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Move momentum and weights part by part; make whole matrices orthogonal, one process each."""
@@ -350,7 +344,7 @@ class Adafactor(SkippingOptimizer):
     def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Start with a count of 0 and second moments of 0: for a matrix one for each row and one for each column."""
         if parameter.dim() < 2:
-            return {"step": make_zero(parameter), "variance": make_zeros(parameter)}
+            return {"step": make_zero(parameter), "variance": torch.zeros_like(parameter)}
         *stack, rows, columns = parameter.shape
         moments = {"row_var": (*stack, rows, 1), "col_var": (*stack, 1, columns)}
         return {
@@ -386,8 +380,8 @@ def _sum_squares(part: _Part) -> torch.Tensor:
         return size
     rows, columns = torch.zeros_like(part.state["row_var"]), torch.zeros_like(part.state["col_var"])
     squares = part.gradient.square()
-    rows[_index_rows(part)] = squares.sum(-1, keepdim=True)
-    columns[_index_columns(part)] = squares.sum(-2, keepdim=True)
+    rows[part.index[:-1]] = squares.sum(-1, keepdim=True)
+    columns[part.index[:-2]][..., part.index[-1]] = squares.sum(-2, keepdim=True)
     return torch.cat([size, rows.reshape(-1), columns.reshape(-1)])
 
 
@@ -400,10 +394,10 @@ def _make_update(part: _Part, sums: torch.Tensor, largest_rate: float, counts: t
         size, by_row, by_column = torch.split(sums, [1, rows.numel(), columns.numel()])
         rows.lerp_(by_row.view_as(rows) / part.parameter.size(-1), moved)
         columns.lerp_(by_column.view_as(columns) / part.parameter.size(-2), moved)
-        matrices = (*part.index[:-2], slice(None), slice(None))
-        mean = rows.mean(dim=-2, keepdim=True).clamp(min=MIN_MOMENT)[matrices]
+        stack = part.index[:-2]
+        mean = rows.mean(dim=-2, keepdim=True).clamp(min=MIN_MOMENT)[stack]
         # Of the whole rows and columns, which each process has, only those of its part: no larger product is made.
-        moments = rows[_index_rows(part)] @ columns[_index_columns(part)] / mean
+        moments = rows[part.index[:-1]] @ columns[stack][..., part.index[-1]] / mean
     else:
         size, variance = sums, local(state["variance"])
         moments = variance.lerp_(gradient.square(), moved)
@@ -411,11 +405,3 @@ def _make_update(part: _Part, sums: torch.Tensor, largest_rate: float, counts: t
     scale = (size[0] / part.parameter.numel()).sqrt().clamp(min=MIN_SCALE)
     rate: torch.Tensor = scale * step.rsqrt().clamp(max=largest_rate)
     return rate
-
-
-def _index_rows(part: _Part) -> tuple[slice, ...]:
-    return (*part.index[:-1], slice(None))
-
-
-def _index_columns(part: _Part) -> tuple[slice, ...]:
-    return (*part.index[:-2], slice(None), part.index[-1])

@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import KftrainError
-from kftrain.evaluate.score import Statistics, Tensors, score
+from kftrain.evaluate.score import Tensors
 from kftrain.parallel import stages
 from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.initialize import HOST
@@ -73,6 +72,7 @@ class PipelinedEngine(SpmdEngine):
         """Build torch's schedule over the stages of `cut`, which was applied. `others`: of `SpmdEngine`."""
         super().__init__(distributed, **others)
         self.num_parameters = cut.cut.num_parameters
+        self.relay = self
         self._stages = cut.modules
         self._last = len(cut.cut.ranges) - 1
         self._schedule_name = cut.schedule
@@ -128,15 +128,6 @@ class PipelinedEngine(SpmdEngine):
             return finish_loss_sum(returned, self.task, tensors) / max(num_terms, 1)
 
         return StageWork(number, arguments_of(self.task, tensors.batch), finish, tensors.weight)
-
-    def evaluate(
-        self, dataset: ValidationRows, batch_size: int, max_samples: int, on_batch: Callable[[], None]
-    ) -> Statistics | None:
-        """Return statistics of the first samples of a dataset; see `Engine.evaluate`."""
-        of = self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch
-        with self.evaluating(), self._distributed.computing():
-            scores = score(*of, relay=self)
-        return None if scores is None else scores.statistics
 
     def compute(self, finish: Callable[[Any], Any], *inputs: Any) -> Any:
         """Compute one batch forward; see `Relay`. A process goes on as soon as the next one has taken its batch."""

@@ -64,22 +64,22 @@ def describe_stages(cut: Cut, name: str, num_micro_batches: int, num_processes: 
 
 
 def _refuse_split_backward(config: Config, cut: Cut) -> None:
-    name, fix = config.parallel.schedule, "use 1f1b or interleaved, or "
+    train, compute, what = config.train, config.precision.compute, ""
     if all(0 not in cut.stages_of[trained] for trained in cut.trained):
-        what = (
-            "the first stage is frozen: without gradients of its inputs torch computes none of the next one's weights"
-        )
-        raise ConfigError(what, where=WHERE, value=name, fix=f"{fix}train a parameter of it")
-    if config.train.activation_checkpointing in ("blocks", "selective"):
+        what = "the first stage is frozen: torch then computes no gradients of the next one's weights"
+        fix = "train a parameter of it"
+    elif train.activation_checkpointing in ("blocks", "selective"):
         what = "recomputed blocks would be computed once for gradients of inputs and once more for those of weights"
-        raise ConfigError(what, where=WHERE, value=name, fix=f"{fix}train.activation_checkpointing: none")
-    if config.train.loss_chunk_tokens:
+        fix = "train.activation_checkpointing: none"
+    elif train.loss_chunk_tokens:
         what = "losses by chunks have one backward pass, which makes the gradients of inputs and weights at once"
-        raise ConfigError(what, where=WHERE, value=name, fix=f"{fix}train.loss_chunk_tokens: 0")
-    if config.precision.compute != "fp32":
-        compute = config.precision.compute
+        fix = "train.loss_chunk_tokens: 0"
+    elif compute != "fp32":
         what = f"torch adds up the gradients of weights in {compute} where a schedule computes them apart"
-        raise ConfigError(what, where=WHERE, value=name, fix=f"{fix}precision.compute: fp32")
+        fix = "precision.compute: fp32"
+    if what:
+        fix = f"use 1f1b or interleaved, or {fix}"
+        raise ConfigError(what, where=WHERE, value=config.parallel.schedule, fix=fix)
 
 
 def _refuse_changes_of_state(plain: PlainModel) -> None:

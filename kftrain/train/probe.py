@@ -92,7 +92,7 @@ def observe_loss(
     Raises UserCodeError where the task or the model raises, or returns another shape than it must; ConfigError where
     the model keeps a state that a resume would lose.
     """
-    micro, others = take_first_rows(micro, ROWS), _slice_rows(micro, slice(-ROWS, None))
+    micro, others = take_rows(micro, slice(ROWS)), take_rows(micro, slice(-ROWS, None))
     count_loss_terms(task, micro)
     # The batch alone, before the model is called: what that draws must not be taken for the task's.
     before = torch.default_generator.get_state()
@@ -111,9 +111,8 @@ def observe_loss(
             is_random, calls = _read_generators(device) != chance, [log.take()]
             _require_no_new_tensors(model, saved)
             changed = _hash_changed_buffers(model, buffers)
-            uses = call_after_step(
-                model
-            )  # after that: what it changes is the same everywhere, once what it reads is combined
+            # After that: what it changes is the same everywhere, once what it reads is combined.
+            uses = call_after_step(model)
             attributes = read_attributes(model)
             with evaluating(model), torch.no_grad():
                 statistics_of(model, task, micro.arrays, device)
@@ -141,7 +140,7 @@ def require_pieces(
     model: nn.Module, task: TrainingTask, micro: MicroBatch, device: torch.device, seed: tuple[int, int], lender: Lender
 ) -> None:
     """Raises ConfigError where the pieces of a model do not compute what its forward does, or count otherwise."""
-    tensors, losses = receive_tensors(task, take_first_rows(micro, ROWS), device), []
+    tensors, losses = receive_tensors(task, take_rows(micro, slice(ROWS)), device), []
     pieces, counts = list_pieces(model), list[dict[str, torch.Tensor]]()
 
     def run_one_by_one(*inputs: Any) -> Any:  # as if they were stages
@@ -176,9 +175,9 @@ def rehearse(
     task: TrainingTask,
     micro: MicroBatch,
     names: Sequence[str],
+    dtype: torch.dtype,
     device: torch.device,
     seed: tuple[int, int],
-    dtype: torch.dtype,
     lender: Lender | None = None,
 ) -> None:
     """Compute a loss in mixed precision: with weights in `dtype`, and inputs of the model and its blocks cast to it.
@@ -189,7 +188,7 @@ def rehearse(
     handles = cast_inputs(model, names, dtype)
     try:
         with lend_copies(model, device, dtype, lender), isolate(seed, device):
-            compute_loss_sum(model, task, receive_tensors(task, take_first_rows(micro, ROWS), device))
+            compute_loss_sum(model, task, receive_tensors(task, take_rows(micro, slice(ROWS)), device))
     except UserCodeError as error:
         raise ConfigError(
             f"the model cannot be computed in {NAMES[dtype]}: {error.what}",
@@ -216,9 +215,9 @@ def require_equal_buffers(seen: list[LossObservation], combined: Collection[str]
             )
 
 
-def take_first_rows(micro: MicroBatch, count: int = 2 * ROWS) -> MicroBatch:
-    """Return a micro batch of the first rows; by default with all that a dry run needs."""
-    return _slice_rows(micro, slice(count))
+def take_rows(micro: MicroBatch, rows: slice = slice(2 * ROWS)) -> MicroBatch:
+    """Return a micro batch of some rows; by default of the first ones, all that a dry run needs."""
+    return MicroBatch({name: array[rows] for name, array in micro.arrays.items()}, micro.weight[rows])
 
 
 def shorten_sequences(task: TrainingTask, multiple: int) -> None:
@@ -236,10 +235,6 @@ def shorten_sequences(task: TrainingTask, multiple: int) -> None:
         }
 
     setattr(task, "batch", make_short)  # noqa: B010 - mypy knows methods of classes only
-
-
-def _slice_rows(micro: MicroBatch, rows: slice) -> MicroBatch:
-    return MicroBatch({name: array[rows] for name, array in micro.arrays.items()}, micro.weight[rows])
 
 
 @contextlib.contextmanager
@@ -326,7 +321,8 @@ class Lender:
             left = set(self.weights.places)
             for unit in self.units:
                 module = model.get_submodule(unit)
-                own = [name for name in self.weights.places if name in left and self._is_within(name, module)]
+                parts = set(module.modules())
+                own = [name for name, slots in self.weights.places.items() if name in left and slots[0][0] in parts]
                 left -= set(own)
                 # always_call: a block that raises gives its weights back, too.
                 handles.append(module.register_forward_pre_hook(lambda *_, own=own: loans.lend(own)))
@@ -337,10 +333,6 @@ class Lender:
             stack.callback(loans.take_back, sorted(left))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(loans.pack, loans.unpack))
             yield
-
-    def _is_within(self, name: str, module: nn.Module) -> bool:
-        owner = self.weights.places[name][0][0]
-        return any(part is owner for part in module.modules())
 
 
 class _Loans:

@@ -132,7 +132,7 @@ def require_same_as_whole(
                     module.register_forward_hook(functools.partial(seen.take_output, name))  # as lent as all else
             with probe.isolate((seed, mesh.data_rank), device):  # by the data rank: alike on all processes of the axis
                 loss = compute_loss_sum(
-                    model, task, receive_tensors(task, probe.take_first_rows(micro, probe.ROWS), device), cut
+                    model, task, receive_tensors(task, probe.take_rows(micro, slice(probe.ROWS)), device), cut
                 )
             seen.take("", "loss", loss)
             torch.autograd.grad(loss, lent, allow_unused=True)  # the hooks see the gradients, and nothing keeps them

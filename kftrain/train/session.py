@@ -234,7 +234,8 @@ def _describe_attempt(setup: Setup, world: World, attempt: int, loaded: load.Loa
     config = setup.training.config
     where = f"{world.size} {'process' if world.size == 1 else 'processes'} on {world.device.type}"
     resumed = f", going on after step {loaded.manifest.step}" if loaded and loaded.manifest.step else ""
-    how = f"{config.parallel.strategy}, {config.precision.compute}"
+    islands = f"{config.parallel.islands} islands of " if config.parallel.islands > 1 else ""
+    how = f"{islands}{config.parallel.strategy}, {config.precision.compute}"
     return f"attempt {attempt}: {setup.num_parameters:,} parameters, {how}, {where}{resumed}"
 
 

@@ -158,6 +158,29 @@ class BatchPhase(Section):
     """Samples of each step over all processes."""
 
 
+class OuterConfig(Section):
+    """The exchange between the islands of `parallel.islands`, and what is made of it."""
+
+    steps: ChangesSince03[Count] = 100
+    """Steps that an island takes alone between two exchanges; there is one after the last step of all, too."""
+    optimizer: ChangesSince03[Literal["nesterov", "average"]] = "nesterov"
+    """Optimizer of the outer parameters. `nesterov`: as in DiLoCo; `average`: the mean of the islands' parameters
+    (local SGD)."""
+    learning_rate: ChangesSince03[Annotated[float, Field(gt=0.0)]] = 0.7
+    """Learning rate of `nesterov`; no schedule changes it."""
+    momentum: ChangesSince03[Probability] = 0.9
+    """Momentum of `nesterov`."""
+    encoding: ChangesSince03[Literal["fp32", "bf16", "int8"]] = "fp32"
+    """Form in which outer gradients travel. `bf16` is half of the bytes, `int8` a quarter; what a number has lost is
+    added to it in the next exchange."""
+
+    @model_validator(mode="after")
+    def _refuse_what_contradicts(self) -> OuterConfig:
+        if self.optimizer == "average" and (self.learning_rate, self.momentum) != (0.7, 0.9):
+            raise ValueError("learning_rate and momentum are of optimizer nesterov, not of average")
+        return self
+
+
 class TrainConfig(Section):
     """Length of the training, its batches, and the weights that it starts with."""
 
@@ -193,6 +216,9 @@ class TrainConfig(Section):
     compile: KeepsTraining[bool] = False
     """Compile the blocks of the model with `torch.compile`. The first steps wait for it; later ones take less time and
     memory. It needs a compiler where the workers run, and no axis that splits the model or its sequences."""
+    cuda_graphs: KeepsTraining[bool] = False
+    """Let compiled blocks repeat recorded CUDA graphs: for small models, whose GPU waits for the host. On one GPU, with
+    one micro batch in each step."""
     loss_chunk_tokens: KeepsTraining[Amount] = 0
     """Tokens whose logits are computed at a time, for the loss and for metrics, so that all logits are never there; 0:
     all at once. 256 suits a large vocabulary. The task must take logits in parts, and the model have an `output_layer`,
@@ -207,6 +233,8 @@ class TrainConfig(Section):
     max_nonfinite_steps: KeepsTraining[Amount] = 0
     """Steps in a row with a non-finite gradient norm to skip before the run ends as diverged (19). In fp16 those that
     are skipped at `precision.loss_scale.minimum` count."""
+    outer: OuterConfig = OuterConfig()
+    """The exchange between islands."""
     command: ChangesSince03[tuple[str, ...]] = ()
     """A script for torchrun that trains in the place of kftrain's own loop, such as `[train.py, --epochs, "3"]` or
     `[-m, package.module]`. It reads KFTRAIN_DATASET and calls `kftrain.report`, `commit` and `complete`."""
@@ -238,6 +266,8 @@ class TrainConfig(Section):
             raise ValueError("average_start_steps is of averages: set average_decay, too")
         if self.checkpointed_blocks != 1 and self.activation_checkpointing == "none":
             raise ValueError("checkpointed_blocks is of activation_checkpointing: set that, too")
+        if self.cuda_graphs and not self.compile:
+            raise ValueError("cuda_graphs is of compiled blocks: set compile, too")
         if not self.checkpointed_blocks:
             raise ValueError("checkpointed_blocks is empty: set activation_checkpointing to none instead")
         return self

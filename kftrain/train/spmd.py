@@ -11,7 +11,7 @@ A step whose gradient norm is not finite is skipped by the optimizer's kernel, s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.errors import UserCodeError
-from kftrain.evaluate.score import Statistics, score
+from kftrain.evaluate.score import Relay, Statistics, score
 from kftrain.models import modes
 from kftrain.parallel import blocks, buffers, gradients
 from kftrain.parallel.batch_norm import GlobalBatchNorms
@@ -39,6 +39,7 @@ from kftrain.tasks.base import Task
 from kftrain.train.averages import Averages
 from kftrain.train.draws import PlacedDraws
 from kftrain.train.engine import Agree, Parts, StepResult
+from kftrain.train.islands import Islands
 from kftrain.train.loss_scale import LossScale
 from kftrain.train.optimizer import Optimizer, list_parameter_names
 from kftrain.train.optimizer_kinds import SkippingOptimizer
@@ -53,6 +54,8 @@ class SpmdEngine:
     """Number of samples that share statistics of batch norms; the factory sets it."""
     rows: RemoteRows | None = None
     """The rows of the model that lie on servers; the factory sets them."""
+    relay: Relay | None = None
+    """Computes a batch of an evaluation where a process has a part of the model only."""
 
     def __init__(
         self,
@@ -66,13 +69,14 @@ class SpmdEngine:
         draws: PlacedDraws | None = None,
         averages: Averages | None = None,
         loss_scale: LossScale | None = None,
+        islands: Islands | None = None,
     ) -> None:
         """Build the parts of a checkpoint, and the watches that a sharded model needs.
 
         `calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary.
         `norms`: the model's batch norms, which must be told which rows count. `draws`: of a model that draws.
         `averages`: of the weights, where there are any.
-        `loss_scale`: a transform of the model.
+        `loss_scale`: a transform of the model. `islands`: where this process is on one of several.
         """
         distributed.begin()
         model = distributed.model
@@ -87,8 +91,11 @@ class SpmdEngine:
         }
         if averages is not None:
             own_parts["averages"] = averages.make_part()
+        if islands is not None:
+            own_parts = islands.make_parts(own_parts)
         self.state = Parts(own_parts | distributed.parts)
         self._averages = averages
+        self._islands = islands
         self._distributed = distributed
         self._clip_norm = clip_norm
         self._calls = calls
@@ -142,6 +149,8 @@ class SpmdEngine:
             call_after_step(self.model)
         if self._averages is not None:  # after the hook, which may change weights
             self._averages.update(found_inf)
+        if self._islands is not None:
+            self._islands.finish_step(batch.first_sample)
         norm = norm.to(loss_sum.device)  # gradients that are offloaded are on the host
         return StepResult(loss_sum, norm, metrics)
 
@@ -150,12 +159,15 @@ class SpmdEngine:
     ) -> Statistics | None:
         """Return statistics of the first samples of a dataset; see `Engine.evaluate`."""
         with self.evaluating(), self._distributed.computing():
-            scores = score(self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch)
+            scores = score(
+                self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch, relay=self.relay
+            )
         return None if scores is None else scores.statistics
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Let the averages of the weights, where there are any, stand in for these within the block."""
-        return contextlib.nullcontext() if self._averages is None else self._averages.in_place(self.model)
+        """Let averages of the weights, or the outer parameters of islands, stand in for these within the block."""
+        values = self._averages or self._islands
+        return contextlib.nullcontext() if values is None else values.in_place(self.model)
 
     def _backward(self, micro_batches: list[MicroBatch], num_terms: int) -> torch.Tensor:
         """Leave the gradients of all micro batches; return the sum of their losses, float64 on the device."""
@@ -169,13 +181,14 @@ class SpmdEngine:
                     self._draws.begin(index)
                 self._distributed.accumulate(is_last=index == last)
                 loss = self._compute_loss(micro) / max(num_terms, 1)
-                self._require_as_built()
+                if not self._distributed.around_step:  # or others stand in for the parameters, which know it later
+                    self._require_as_built()
                 self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
                 if index == 0 and self._distributed.note_part is not None and self.mesh.world.size == 1:
                     self._distributed.note_part(self._distributed.list_gradients())
                 value = loss.detach().double()
                 total = value if total is None else total + value
-        if self._distributed.around_step:  # where others have stood in for the parameters, these know it now
+        if self._distributed.around_step:
             self._require_as_built()
         self._distributed.hand_over()
         assert total is not None, "a step has micro batches"
@@ -240,28 +253,15 @@ def make_optimizer_part(model: nn.Module, members: Sequence[SkippingOptimizer]) 
 
     # Without torch's `param_groups`: a stage's groups are not another's, and the configuration says what is in them.
     def save() -> dict[str, Any]:
-        with expand(members):
-            return {"state": widen(get_optimizer_state_dict(model, members)["state"])} if members else {}
+        if not members:
+            return {}
+        state = get_optimizer_state_dict(model, members)["state"]
+        return {"state": tree_map_only(torch.Tensor, lambda v: v.float() if v.dtype == torch.bfloat16 else v, state)}
 
     def load(state: dict[str, Any]) -> None:
         if members:
-            with expand(members):
-                # In fp32 as it is: torch casts it to the format of the parameter.
-                whole = {**get_optimizer_state_dict(model, members), **state}
-                set_optimizer_state_dict(model, members, whole, options=StateDictOptions(strict=True))
+            # In fp32 as it is: torch casts it to the format of the parameter.
+            whole = {**get_optimizer_state_dict(model, members), **state}
+            set_optimizer_state_dict(model, members, whole, options=StateDictOptions(strict=True))
 
     return Part(1, save, load)
-
-
-@contextlib.contextmanager
-def expand(members: Sequence[SkippingOptimizer]) -> Iterator[None]:
-    """Let optimizers give their states the form of checkpoints within the block."""
-    with contextlib.ExitStack() as stack:
-        for member in members:
-            stack.enter_context(member.expanded())
-        yield
-
-
-def widen(state: Any) -> Any:
-    """Make fp32 of bf16 in what an optimizer keeps."""
-    return tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype == torch.bfloat16 else value, state)

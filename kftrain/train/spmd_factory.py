@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -51,6 +51,7 @@ from kftrain.train import probe, probe_split
 from kftrain.train.averages import Averages
 from kftrain.train.completing import ExportDescription, ask_model_arguments, describe_export
 from kftrain.train.draws import PlacedDraws
+from kftrain.train.islands import Islands
 from kftrain.train.loss_scale import LossScale
 from kftrain.train.noise_scale import NoiseScale
 from kftrain.train.optimizer import build_optimizer, freeze, seed_rounding
@@ -81,7 +82,7 @@ class PlainModel:
     """A model that was tried and is not distributed yet, with what engines must know of it."""
 
     model: nn.Module
-    start: WeightSource
+    start: Weights | ExportedWeights
     description: ExportDescription
     block_names: list[str]
     calls: blocks.Calls
@@ -109,6 +110,8 @@ def prepare_model(
         world.agree(lambda: require_float8(config.parallel, mesh.shape, world.device))
     if config.train.compile:
         world.agree(lambda: require_compiler(world.device))
+    if config.train.cuda_graphs:
+        require_graphs(config.train, world)
     model, weights = build_empty(config.model, arguments, world, config.run.seed)
     reader.require_readable(model)
     attach_new_tables(model, config)
@@ -127,6 +130,10 @@ def prepare_model(
             value=mesh.shape.context,
             fix="set it to 1, or use a norm of each place",
         )
+    config.parallel.require_equal_islands(config.train.global_batch_size, mesh.num_data_ranks)
+    if mesh.shape.islands > 1 and (norms.are_trained or combined.is_needed):
+        what, fix = "batch norms and combined buffers are of the samples of all processes", "use a norm of each sample"
+        raise ConfigError(what, where="parallel.islands", value=mesh.shape.islands, fix=f"set it to 1, or {fix}")
     if norms.are_trained and config.train.batch_warmup:
         what = "batch norms take all samples of a step, which would not always be as many"
         raise ConfigError(what, where="train.batch_warmup", fix="leave it out, or use a norm of each sample")
@@ -159,7 +166,7 @@ def make_engine(
     """
     parallel, own = plain.parallel, plain.block_names if names is None else names
     within = list_block_transforms(config.train, plain.block_names)
-    within += [CompileBlocks()] if config.train.compile else []
+    within += [CompileBlocks(config.train.cuda_graphs)] if config.train.compile else []
     chunk_tokens, reads_parts = config.train.loss_chunk_tokens, task_reads_parts(task)
     if chunk_tokens and not reads_parts:
         what, fix = "the task computes its loss and metrics from whole logits", "mark its methods by reads_parts"
@@ -201,6 +208,7 @@ def make_engine(
         if config.train.average_decay
         else None,
         loss_scale=scaling[0] if scaling else None,
+        islands=Islands(plain.model, config.train, mesh) if mesh.shape.islands > 1 else None,
     )
     engine.rows = rows[0] if rows else None
     engine.num_norm_samples = count_norm_samples(plain.norms, plain.plan)
@@ -227,6 +235,25 @@ def require_narrow_masters(config: Config, mesh: Mesh) -> None:
     if what:
         fix = "set it to fp32, or use adamw with parallel.strategy: fsdp"
         raise ConfigError(what, where="precision.master", value="bf16", fix=fix)
+
+
+def require_graphs(train: TrainConfig, world: World) -> None:
+    """Raises ConfigError where blocks cannot repeat CUDA graphs: without a GPU, or where that was not thought through.
+
+    A graph repeats at the same addresses: it would overwrite gradients that wait for those of another micro batch, and
+    each size of a batch has graphs of its own, whose memory stays.
+    """
+    accumulates = 0 < train.most_micro_rows < train.global_batch_size
+    reasons = {
+        "torch has no GPU here": world.device.type != "cuda",
+        "they are for one process: sharding gives weights new memory, and exchanges wait": world.size > 1,
+        "gradients of several micro batches would be overwritten": accumulates,
+        "batches that grow would record each size": bool(train.batch_warmup),
+        "blocks that keep less are computed in another way": train.activation_checkpointing != "none",
+    }
+    what = next((reason for reason, holds in reasons.items() if holds), None)
+    if what is not None:
+        raise ConfigError(what, where="train.cuda_graphs", value=True, fix="change that, or set it to false")
 
 
 def build_empty(
@@ -268,13 +295,6 @@ def build_empty(
     return model, Scattered(places, world)
 
 
-class WeightSource(Protocol):
-    """A source of values for the parameters of a model."""
-
-    def fill(self, model: nn.Module, on_host: bool = False) -> None:
-        """Give this process's parts memory and values; `model` is what became of the one that was built."""
-
-
 @dataclass(frozen=True)
 class ExportedWeights:
     """The weights of an export. Each process reads and checks its part of them, in every layout."""
@@ -285,12 +305,14 @@ class ExportedWeights:
     world: World
 
     def fill(self, model: nn.Module, on_host: bool = False) -> None:
-        """See `WeightSource`. Collective. Raises CheckpointError where the export is damaged."""
+        """See `Weights`. Collective. Raises CheckpointError where the export is damaged."""
         with export_tensors.open_tensors(self.uri, self.manifest, self.world) as tensors:
             self.slots.fill(model, tensors, self.world, on_host)
 
 
-def choose_initial_weights(model: nn.Module, weights: WeightSource, config: Config, world: World) -> WeightSource:
+def choose_initial_weights(
+    model: nn.Module, weights: Weights, config: Config, world: World
+) -> Weights | ExportedWeights:
     """Return the source of the first weights: the export that the run starts from, or else `weights`.
 
     Sets the model's buffers, too, where there is an export. Collective. Raises ConfigError where the model is another
@@ -347,27 +369,28 @@ def _try_model(
         task.restore(assets)
     units = list(candidates.names) if candidates.declared and isinstance(weights, Drawn) else []
     with contextlib.closing(loader.steps(0, 1)) as steps:
-        micro = probe.take_first_rows(next(steps).micro_batches[0])
+        micro = probe.take_rows(next(steps).micro_batches[0])
     if mesh.shape.context > 1:
         gather_results(world, lambda: _shorten_sequences(task, micro, config.parallel))
     is_sharded = mesh.shape.tensor > 1 or (world.size > 1 and config.parallel.stage != "ddp")
     num_chances = probe.NUM_CHANCES if is_sharded and candidates.names else 1
 
     def look(rows: MicroBatch, rank: int) -> probe.LossObservation:
-        seed, lender = (config.run.seed, rank), Lender(weights, units)
         try:
-            return probe.observe_loss(model, task, rows, candidates.names, world.device, seed, lender, num_chances)
+            return probe.observe_loss(model, task, rows, candidates.names, *seed_and_lend(rank), num_chances)
         except UserCodeError:
             if not units:
                 raise
         units.clear()  # all weights at once: where that helps, it is a block whose forward is not called
         return look(rows, rank)
 
-    def rehearse(rows: MicroBatch, rank: int) -> None:
-        seed, lender = (config.run.seed, rank), Lender(weights, units)
-        probe.rehearse(model, task, rows, names, world.device, seed, dtype, lender)
+    def seed_and_lend(rank: int) -> tuple[torch.device, tuple[int, int], Lender]:
+        return world.device, (config.run.seed, rank), Lender(weights, units)
 
-    seen = _look_at_rows(mesh, weights, micro, look)
+    def look_at_rows(work: Callable[[MicroBatch, int], T]) -> list[T]:
+        return _look_at_rows(mesh, weights, micro, work)
+
+    seen = look_at_rows(look)
     if any(one.batch_draws for one in seen):
         loader.send_nothing()
     if mesh.shape.context > 1 and any(one.draws for one in seen):
@@ -383,20 +406,13 @@ def _try_model(
     probe.require_equal_buffers(seen, {*buffers.read_reductions(model), *kept_equal})
     dtype = DTYPES[config.precision.compute]
     if dtype != torch.float32:
-        _look_at_rows(mesh, weights, micro, rehearse)
-    splittings: list[SplitTensors | CutSequences] = []
-    if mesh.shape.tensor > 1:
-        splittings.append(SplitTensors(config.parallel.sequence_parallel, task_reads_parts(task)))
-    if mesh.shape.context > 1:
-        splittings.append(CutSequences())
-    for splitting in splittings:
-        probe_split.require_same_as_whole(model, task, micro, mesh, splitting, names, units, config.run.seed)
+        look_at_rows(lambda rows, rank: probe.rehearse(model, task, rows, names, dtype, *seed_and_lend(rank)))
+    splitting = SplitTensors(config.parallel.sequence_parallel, task_reads_parts(task))
+    ways: list[SplitTensors | CutSequences] = [splitting] * (mesh.shape.tensor > 1)
+    for way in ways + [CutSequences()] * (mesh.shape.context > 1):
+        probe_split.require_same_as_whole(model, task, micro, mesh, way, names, units, config.run.seed)
     if mesh.shape.pipeline > 1:
-
-        def compare(rows: MicroBatch, rank: int) -> None:
-            probe.require_pieces(model, task, rows, world.device, (config.run.seed, rank), Lender(weights, units))
-
-        _look_at_rows(mesh, weights, micro, compare)
+        look_at_rows(lambda rows, rank: probe.require_pieces(model, task, rows, *seed_and_lend(rank)))
     return names, [name for name in calls[0] if name in {blocks.ROOT, *names}], seen
 
 

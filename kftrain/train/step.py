@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,24 +46,34 @@ class Tensors:
     """Loss terms of each row, `[rows]` float32; 0 for padding."""
 
 
-class Streams(Protocol):
-    """A device's means to copy beside the computation. A seam for tests: there is no GPU among them."""
+class CudaStreams:
+    """A GPU's means to copy beside the computation. Tests have others of this shape: no GPU is among their machines."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Send this thread's work to the side stream within the block."""
-        ...
+        """Send this thread's work to the side stream within the block.
+
+        The GPU is the thread's device there, too: pinning would otherwise begin a context on the first.
+        """
+        context: contextlib.AbstractContextManager[Any] = torch.cuda.stream(self._side)
+        return context
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the tensor to the device, through pinned memory; do not wait. Within `aside`."""
-        ...
+        # PyTorch keeps pinned memory until the copy from it has ended, although nothing here holds it.
+        pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+        return pinned.to(self._device, non_blocking=True)
 
     def mark(self) -> Any:
         """Return an event after all copies so far. Within `aside`."""
-        ...
+        return self._side.record_event()
 
     def wait(self, event: Any) -> None:
         """Let the device begin what the calling thread asks from here on after the event; the host does not wait."""
-        ...
+        torch.cuda.current_stream(self._device).wait_event(event)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor until the device has done what the calling thread has asked and will ask of it.
@@ -71,37 +81,6 @@ class Streams(Protocol):
         It was taken on the side stream, which may use it for the next copy as soon as Python forgets the tensor; the
         computation that reads it is on another stream, and may not have begun by then.
         """
-        ...
-
-
-class CudaStreams:
-    """The streams of one GPU, by PyTorch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Streams`. The GPU is the thread's device, too: pinning would otherwise begin a context on the first."""
-        context: contextlib.AbstractContextManager[Any] = torch.cuda.stream(self._side)
-        return context
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the tensor by way of pinned memory; see `Streams`."""
-        # PyTorch keeps pinned memory until the copy from it has ended, although nothing here holds it.
-        pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
-        return pinned.to(self._device, non_blocking=True)
-
-    def mark(self) -> Any:
-        """Record an event behind all copies so far; see `Streams`."""
-        return self._side.record_event()
-
-    def wait(self, event: Any) -> None:
-        """Let the device wait for the event; see `Streams`."""
-        torch.cuda.current_stream(self._device).wait_event(event)
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Keep the tensor's memory from the side stream; see `Streams`."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
@@ -110,7 +89,7 @@ class Sent:
     """Tensors on their way to the device, with the event after which they are there; on the CPU without one."""
 
     tensors: Tensors
-    streams: Streams | None = None
+    streams: CudaStreams | None = None
     event: Any = None
 
     def receive(self) -> Tensors:
@@ -125,7 +104,7 @@ class Sent:
 class Carrier:
     """Builds the tensors of micro batches and sends them to the device."""
 
-    def __init__(self, task: TrainingTask, streams: Streams | None) -> None:
+    def __init__(self, task: TrainingTask, streams: CudaStreams | None) -> None:
         """Build for a task. `streams`: None where batches are needed on the CPU."""
         self._task = task
         self._streams = streams

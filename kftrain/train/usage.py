@@ -17,7 +17,6 @@ from kftrain.parallel.world import World
 USAGE = ("memory_bytes", "disk_used_share", "gpu_memory_share", "gpu_use_share")
 """Figures of `measure_usage`, which not every process may know."""
 
-
 USAGE_SECONDS = 1.0
 """Seconds for which a measurement of the machine holds: records of a small model may be milliseconds apart."""
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(300, func_only=True)
 COLLECTIVES = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 SIZE_BYTES = 2**21
 LINK_MBIT = 200
+NUM_COUNTS = 3  # the least counts: TCP sends a segment again where a busy machine lets its receiver wait
 
 
 @pytest.fixture
@@ -57,11 +58,12 @@ def count_collective_bytes(world, name):
     exchange, num_passes = bandwidth._EXCHANGES[name]
     group = mesh.group(("replicate", "shard"))
     bandwidth._time_exchange(mesh, group, exchange, 2**12)  # connections are made
-    before = read_counter(world)
-    bandwidth._time_exchange(mesh, group, exchange, SIZE_BYTES)
-    num_exchanges = bandwidth.NUM_WARM + bandwidth.NUM_TIMED
-    sent = (read_counter(world) - before) / num_exchanges / world.size
-    return sent, num_passes * (world.size - 1) / world.size * SIZE_BYTES
+    num_exchanges, counts = bandwidth.NUM_WARM + bandwidth.NUM_TIMED, []
+    for _ in range(NUM_COUNTS):
+        before = read_counter(world)
+        bandwidth._time_exchange(mesh, group, exchange, SIZE_BYTES)
+        counts.append((read_counter(world) - before) / num_exchanges / world.size)
+    return min(counts), num_passes * (world.size - 1) / world.size * SIZE_BYTES
 
 
 def count_on(size):
@@ -100,8 +102,8 @@ def test_the_share_of_a_limited_link_is_near_one(network):
 
 @pytest.mark.slow
 def test_the_command_starts_a_job_and_prints_shares(tmp_path):
-    settings = ["--set", f"run.storage_root={tmp_path}", "--link-gbps", "2", "--json"]
-    command = [sys.executable, "-m", "kftrain", "bandwidth", *settings]
+    settings = [f"run.storage_root={tmp_path}", "launch.kubernetes.fabric.within_node_gbps=2"]
+    command = [sys.executable, "-m", "kftrain", "bandwidth", "--set", settings[0], "--set", settings[1], "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout.splitlines()[-1])
     assert [row["collective"] for row in rows[:: len(bandwidth.SIZES_BYTES)]] == COLLECTIVES

@@ -22,6 +22,12 @@ def row(name, case, processes, layout=DDP, **others):
     return Row(name, processes, layout, case, **others)
 
 
+def sign_row(size):
+    """A number whose momentum is 0 but for a rounding has either sign, by the processor. There are 7,200 numbers."""
+    made = row(f"sign, ddp, {size}", compression.by_sgd("sign", (Stage(size),)), size)
+    return replace(made, tolerance=3e-4, weight_tolerance=2e-3)
+
+
 ROWS = [
     *(row(f"{kind}, ddp, 2", compression.on(kind, 2), 2) for kind in ("int8", "bf16", "fp16")),
     row("int8, ddp, 4", compression.on("int8", 4), 4),
@@ -32,13 +38,13 @@ ROWS = [
     row("int8, zero1", compression.on("int8", 2, "zero1", micro=1), 2, ZERO1),
     row("int8, zero2", compression.on("int8", 2, "zero2", micro=1, exchanged_each=True), 2, ZERO2),
     row("int8, fsdp, no feedback", compression.on("int8", 2, "fsdp", feedback=False), 2, ()),
-    # A sum of three that is off by a bit flips a code, and one weight of 5,120 is off by 2.1e-5.
-    replace(row("int8, uneven fsdp", compression.on("int8", 3, "fsdp"), 3, ()), weight_tolerance=1e-4),
+    # A sum of three that is off by a bit flips a code: one weight of 5,120 is off by 2.1e-5, a norm by 1.001e-5.
+    replace(row("int8, uneven fsdp", compression.on("int8", 3, "fsdp"), 3, ()), tolerance=2e-5, weight_tolerance=1e-4),
     row("int8, fsdp, 4", compression.on("int8", 4, "fsdp"), 4, ()),
     *(row(f"topk, ddp, {size}", compression.sparse((Stage(size),)), size) for size in (2, 4)),
     row("topk, ddp, small buckets", compression.sparse((Stage(2),), bucket_bytes=4096), 2),
     row("topk, ddp, warm-up", compression.sparse((Stage(2),), density=0.005, warmup_steps=8, clip=0.0), 2),
-    *(row(f"sign, ddp, {size}", compression.by_sgd("sign", (Stage(size),)), size) for size in (2, 4)),
+    *(sign_row(size) for size in (2, 4)),
     *(row(f"powersgd, ddp, {size}", compression.by_sgd("powersgd", (Stage(size),)), size) for size in (2, 4)),
     row("powersgd, ddp, small buckets", compression.by_sgd("powersgd", (Stage(2),), bucket_bytes=4096), 2),
     row("int8, one process", compression.on("int8", 1), 1),
@@ -85,12 +91,12 @@ def go_on(pools, folder, case, first, second, defect=compression.feedback_is_con
 
 @pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_feedback_goes_on_in_another_layout(pools, tmp_path, first, second):
-    # Of three processes sums are off by a bit, which flips a code of int8 sooner or later.
-    kind = "bf16" if "uneven" in first else "int8"
+    # Of three processes sums are off by a bit, which flips a code of int8 soon, and a rounding to bf16 later.
+    kind, flips = ("bf16", {"tolerance": 1e-4, "weight_tolerance": 2e-4}) if "uneven" in first else ("int8", {})
     case = compression.going_on(kind, LAYOUTS[first][:2], LAYOUTS[second][:2])
     row, answers = go_on(pools, str(tmp_path), case, first, second)
     trained = replace(answers[0].value, first_weights=first_weights_of(pools, case))
-    parity.compare(row, trained, case.loop(case, trained.first_weights, None))
+    parity.compare(replace(row, **flips), trained, case.loop(case, trained.first_weights, None))
 
 
 @pytest.mark.parametrize("layout", [slow("ddp"), "fsdp"])

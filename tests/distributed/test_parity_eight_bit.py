@@ -14,37 +14,39 @@ DDP = ("parallel.strategy=ddp",)
 TENSOR = ("parallel.tensor=2",)
 
 
-def row_of(name, processes, layout=(), case=eight_bit.CASE, tolerance=1e-5):
-    """A row whose blocks are those of the case. After some steps the last bit of a gradient tips a code."""
+def row_of(name, processes, layout=(), case=eight_bit.CASE, tolerance=1e-4):
+    """A row whose blocks are those of the case.
+
+    The last bit of a gradient tips a code after some steps, by the processor after more or fewer: 1e-5 to 2e-5 of a
+    norm in the fifth step. With blocks of another layout norms are off by thousandths: see the test that keeps them.
+    """
     return Row(name, processes, layout, case, tolerance, compared_steps=6, weight_tolerance=0.01)
 
 
 def cut_row(name, processes, layout=(), tensor=1):
-    """A row whose parts have other blocks than whole parameters. More codes tip: 2e-5 of a norm in the fifth step.
-
-    With blocks of another layout norms are off by thousandths: see the test that keeps them on purpose.
-    """
-    return row_of(name, processes, layout, eight_bit.in_parts((0, processes), tensor=tensor), 1e-4)
+    """A row whose parts have other blocks than whole parameters."""
+    return row_of(name, processes, layout, eight_bit.in_parts((0, processes), tensor=tensor))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        row_of("8 bit", 1).param(),
-        row_of("8 bit, fsdp", 2).param(),
-        cut_row("8 bit, uneven fsdp", 3).param(),
-        *(
-            replace(row, slow=True).param()
-            for row in (
-                row_of("8 bit, ddp", 2, DDP),
-                row_of("8 bit, zero1", 2, ("parallel.strategy=zero1",)),
-                row_of("8 bit, hsdp", 4, ("parallel.replicate=2",)),
-                cut_row("8 bit, tensor", 2, TENSOR, 2),
-                cut_row("8 bit, fsdp x tensor", 4, TENSOR, 2),
-            )
-        ),
-    ],
-)
+TABLE = [
+    row_of("8 bit", 1),
+    row_of("8 bit, fsdp", 2),
+    cut_row("8 bit, uneven fsdp", 3),
+    *(
+        replace(row, slow=True)
+        for row in (
+            row_of("8 bit, ddp", 2, DDP),
+            row_of("8 bit, zero1", 2, ("parallel.strategy=zero1",)),
+            row_of("8 bit, hsdp", 4, ("parallel.replicate=2",)),
+            cut_row("8 bit, tensor", 2, TENSOR, 2),
+            cut_row("8 bit, fsdp x tensor", 4, TENSOR, 2),
+        )
+    ),
+]
+REFUSED = []
+
+
+@pytest.mark.parametrize("row", [row.param() for row in TABLE])
 def test_a_row_is_the_bare_loop(pools, row):
     parity.check_row(pools, row)
 

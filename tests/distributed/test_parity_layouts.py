@@ -108,7 +108,9 @@ def find_axes(layout, case):
 def test_each_axis_is_left_for_each():
     ways = [*(param.values for param in covering()), *WAYS]
     pairs = {pair for a, b, case in ways for pair in itertools.product(find_axes(a, case), find_axes(b, case))}
-    missing = {*itertools.product([*AXES, "alone"], repeat=2)} - pairs
+    # A run goes on with the same number of islands: they are another training.
+    axes = [axis for axis in AXES if axis != "islands"]
+    missing = {*itertools.product([*axes, "alone"], repeat=2)} - pairs
     # No model has both experts and a plan of how its matrices are split.
     assert missing == {("tensor", "expert"), ("expert", "tensor"), ("alone", "alone")}
 

@@ -10,7 +10,8 @@ from helpers.parity import table as parity
 from helpers.parity.oracle import Case, same_llama, tied_llama
 from helpers.parity.table import Refused, Row
 
-from kftrain.parallel.chunked_logits import ChunkedLogits, Finisher
+from kftrain.parallel.chunked_logits import ChunkedLogits
+from kftrain.train import step
 
 SELECTIVE = ("train.activation_checkpointing=selective",)
 OFFLOAD = ("train.activation_checkpointing=offload",)
@@ -27,6 +28,7 @@ ZERO_BUBBLE = ("parallel.pipeline=2", "parallel.schedule=zbv", "train.micro_batc
 SPLIT = ("parallel.pipeline=2", "train.micro_batch_size=1")
 ZERO1 = ("parallel.strategy=zero1",)
 HYBRID = ("parallel.replicate=2",)
+AUTO = ("train.micro_batch_size=auto",)
 CHUNKED = ("train.loss_chunk_tokens=5",)
 """Of the 48 tokens of a batch: chunks end within rows, and the last one is smaller."""
 ACCUMULATED = ("train.micro_batch_size=1",)
@@ -65,9 +67,12 @@ ROWS = [
         for case in (Case(), pipeline.STAGED)
     ),
     Row("pipeline, listed blocks", 2, (*PIPELINE, *BLOCKS, *LISTED)),
+    Row("auto", 1, AUTO),
+    Row("fsdp, auto", 2, AUTO),
+    Row("ddp, auto", 2, (*DDP, *AUTO)),
     Row("chunked", 1, CHUNKED),
     Row("chunked, tied", 1, CHUNKED, TIED),
-    Row("chunked, bf16", 1, CHUNKED, BF16, 1e-2, 0.02, compared_steps=8),
+    Row("chunked, bf16", 1, CHUNKED, BF16, 1e-2, 0.02),
     Row("fsdp, chunked", 2, CHUNKED),
     Row("fsdp, chunked, tied", 2, CHUNKED, TIED),
     Row("fsdp, chunked, micro batches", 2, (*CHUNKED, *ACCUMULATED)),
@@ -90,7 +95,7 @@ ROWS = [
 QUICK = {
     *("selective", "offload", "listed blocks", "fsdp, selective", "ddp, selective", "tensor, selective"),
     *("pipeline, offload", "chunked", "fsdp, chunked", "tensor, chunked", "pipeline, chunked", "expert, chunked"),
-    "zbv, llama, offload",
+    *("zbv, llama, offload", "auto", "fsdp, auto"),
 }
 TABLE = parity.keep_quick(ROWS, QUICK)
 
@@ -125,12 +130,12 @@ def padding_counts():
 
 def loss_after_the_forward():
     """The loss is computed when the model's forward has ended, and its matrix may be gone."""
-    compute = Finisher.compute
+    within = step.compute_within
 
-    def compute_after(finisher, model, arguments, finish):
-        return finish(compute(finisher, model, arguments, lambda returned: returned))
+    def compute_after(model, arguments, finish):
+        return finish(within(model, arguments, lambda returned: returned))
 
-    return defects.patched(Finisher, "compute", compute_after)
+    return defects.patched(step, "compute_within", compute_after)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ LIMITED = replace(
     name="hooks in fp16",
     overrides=(*models.case_of(precision.Limited).overrides, *Scaling().overrides),
     loop=functools.partial(precision.loop, scaling=Scaling(injected=(OVERFLOWING,), limit=LIMIT)),
+    loop_follows=True,
 )
 
 LAYOUTS = {
@@ -73,8 +74,6 @@ LAYOUTS = {
 }
 SPLIT = ("tensor", "context")
 """Within a row: sums of its parts are rounded once more than on one process, from the first step on."""
-EXACT = ("one process", "ddp")
-"""They round all that the bare loop rounds, and nothing else."""
 
 QUICK = {
     "one process, fp16",
@@ -93,17 +92,15 @@ QUICK = {
 }
 
 
-def row_of(layout, case, steps=5):
-    """A row that is compared as long as its roundings are those of the bare loop."""
+def row_of(layout, case):
     size, overrides, parts = LAYOUTS[layout]
     name = f"{layout}, {case.name}"
-    if layout.startswith(EXACT) and case is not SUMS:
-        exact = size == 1 if case is INJECTED else case is not MUON
-        weight_tolerance, compared_steps = (2e-5, STEPS) if exact else (0.02, 12)
-        return Row(name, size, overrides, case, 1e-5, weight_tolerance, parts, compared_steps=compared_steps)
     if any(axis in layout for axis in SPLIT) or (case is TIED and "pipeline" in layout):
-        return Row(name, size, overrides, case, 0.01, 0.02, parts=parts, compared_steps=8)
-    return Row(name, size, overrides, case, 1e-5, 0.02, parts=parts, compared_steps=steps)
+        return Row(name, size, overrides, case, 0.01, 0.02, parts)
+    if "expert" in layout:  # their rows come from several processes, and are summed in fp16 in another order
+        return Row(name, size, overrides, case, 1e-4, 1e-3, parts)
+    # Muon's own iterations are in bf16: on several processes a weight is off by 1.4e-4 after eight steps.
+    return Row(name, size, overrides, case, 1e-5, 1e-3 if case is MUON else 2e-5, parts)
 
 
 MUON = fp16("muon in fp16", overrides=optimizers.MUON.overrides, optimizer=precision.Two)
@@ -112,8 +109,8 @@ ROWS = [
     *(row_of(name, PLAIN) for name in LAYOUTS if "expert" not in name),
     # Where a row is cut, an overflow in the sum of its parts is none in a part.
     *(row_of(name, OVERFLOWS) for name in LAYOUTS if "expert" not in name and "context" not in name),
-    *(row_of(name, EXPERTS, 3) for name in ("one process", "expert", "fsdp x expert", "pipeline", "fsdp x pipeline")),
-    *(row_of(name, SUMS, 2) for name in ("one process, micro batches", "ddp", "fsdp", "tensor")),
+    *(row_of(name, EXPERTS) for name in ("one process", "expert", "fsdp x expert", "pipeline", "fsdp x pipeline")),
+    *(row_of(name, SUMS) for name in ("one process, micro batches", "ddp", "fsdp", "tensor")),
     *(row_of(name, LIMITED) for name in ("one process", "fsdp")),
     row_of("one process", TIED),
     row_of("fsdp", TIED),
@@ -173,7 +170,7 @@ def test_an_overflow_on_one_process_is_skipped_by_all_of_them_and_halves_the_sca
     row, steps = row_of(layout, INJECTED), (OVERFLOWING,)
     if "expert" in layout:
         # Its last weights are not compared, because of that token.
-        row, steps = replace(row_of(layout, INJECTED_AMONG_EXPERTS, 3), weight_tolerance=100.0), (1,)
+        row, steps = replace(row_of(layout, INJECTED_AMONG_EXPERTS), weight_tolerance=100.0), (1,)
     job = replace(row.job, defect=functools.partial(defect, row.processes - 1, steps))
     precision.check(row, pools.run(row.processes, precision.train, job))
 
@@ -184,13 +181,13 @@ def test_an_overflow_on_one_process_is_skipped_by_all_of_them_and_halves_the_sca
 def test_an_overflow_that_only_one_process_sees_fails_its_row(pools, layout):
     row = row_of(layout, INJECTED)
     job = replace(row.job, defect=functools.partial(precision.skipped_by_one_process, row.processes - 1))
-    with pytest.raises(AssertionError, match="scales and skips of process"):
+    with pytest.raises(AssertionError, match=r"scales and skips of process|before step"):
         precision.check(row, pools.run(row.processes, precision.train, job))
 
 
 @pytest.mark.parametrize("layout", ["one process", "pipeline"])
 def test_an_auxiliary_loss_that_is_not_scaled_fails_its_row(pools, layout):
-    row = row_of(layout, EXPERTS, 3)
+    row = row_of(layout, EXPERTS)
     job = replace(row.job, defect=precision.auxiliary_loss_without_scale)
     with pytest.raises(AssertionError, match=r"scales and skips|Not equal to tolerance"):
         precision.check(row, pools.run(row.processes, precision.train, job))

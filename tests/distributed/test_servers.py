@@ -5,10 +5,12 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 from helpers import clicks, jobs
 
+from kftrain import config
 from kftrain.core import storage
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
@@ -72,12 +74,40 @@ def wait_until_nobody_is_left(paths):
         time.sleep(0.2)
 
 
-def test_a_run_killed_on_both_sides_has_the_tables_of_one_that_was_not(root):
+def prepare_pair(root, names, sizes):
+    """Train a run that nobody disturbs, and return it with another one that has not begun."""
     folder, data = root
-    whole, paths = (jobs.prepare(folder, clicks.TEXT, SIZES, name, data)[0] for name in ("whole", "killed"))
+    whole, paths = (jobs.prepare(folder, clicks.TEXT, sizes, name, data)[0] for name in names)
     launched = launch(whole)
     printed, _ = launched.communicate(timeout=300)
     assert launched.returncode == 0, printed
+    return whole, paths
+
+
+def require_same_tables(paths, whole, num_attempts):
+    """Require that both runs have trained to the same rows, the first in this many attempts."""
+    ours, theirs = (documents.read(Completion, one.complete) for one in (paths, whole))
+    assert (ours.attempt, theirs.attempt) == (num_attempts, 1)
+    tables = [clicks.rows_of(one.checkpoint_uri) for one in (ours, theirs)]
+    assert len(tables[0]) and tables[0].tobytes() == tables[1].tobytes()
+    wait_until_nobody_is_left(paths)
+
+
+def read_steps(launched, lines, num_steps):
+    """Read what is printed to the end; return the numbers of the steps, and the longest time between two of them."""
+    pause, last = 0.0, time.monotonic()
+    for line in launched.stdout:
+        lines.append(line)
+        if "step " in line and f"/{num_steps}" in line:
+            pause, last = max(pause, time.monotonic() - last), time.monotonic()
+    launched.communicate(timeout=60)
+    assert launched.returncode == 0, "".join(lines)
+    end = f"/{num_steps}"
+    return [line.split(end)[0].split("step ")[-1] for line in lines if "step " in line and end in line], pause
+
+
+def test_a_run_killed_on_both_sides_has_the_tables_of_one_that_was_not(root):
+    whole, paths = prepare_pair(root, ("whole", "killed"), SIZES)
     launched = launch(paths)
     lines = jobs.wait_for_line(launched, "checkpoint at step 20 committed")
     find_servers(paths)[1].kill()
@@ -88,12 +118,67 @@ def test_a_run_killed_on_both_sides_has_the_tables_of_one_that_was_not(root):
     text = "".join(lines) + rest
     assert launched.returncode == 0, text
     assert "server-1 ended by SIGKILL" in text
-    ours, theirs = (documents.read(Completion, one.complete) for one in (paths, whole))
-    assert (ours.attempt, theirs.attempt) == (3, 1)
-    tables = [clicks.rows_of(one.checkpoint_uri) for one in (ours, theirs)]
-    assert len(tables[0]) and tables[0].tobytes() == tables[1].tobytes()
+    require_same_tables(paths, whole, 3)
     assert commit.find_last_step(paths) == 60
+
+
+def test_a_server_that_is_killed_costs_a_run_with_copies_no_step(root):
+    whole, paths = prepare_pair(root, ("pair", "widowed"), [*SIZES, "server.copies=2"])
+    launched = launch(paths)
+    lines = jobs.wait_for_line(launched, "step 25/60")
+    find_servers(paths)[0].kill()
+    steps, pause = read_steps(launched, lines, 60)
+    print(f"the longest time between two steps after the kill: {pause:.2f} s")
+    assert "server-0 ended by SIGKILL; the job goes on without it" in "".join(lines)
+    assert pause < 3
+    assert len(steps) == len(set(steps)) >= 55, "a step was done again"
+    require_same_tables(paths, whole, 1)
+
+
+def test_servers_join_a_run_and_leave_it_while_it_trains(root):
+    """One that joins is killed before it has rows; another one joins then, and leaves with the one before it."""
+    sizes = [*SIZES, "train.steps=1500", "checkpoint.interval_steps=100"]
+    whole, paths = prepare_pair(root, ("fixed", "grown"), sizes)
+    launched = launch(paths)
+    lines = jobs.wait_for_line(launched, "step 20/1500")
+    scale(paths, 3)
+    while len(find_servers(paths)) < 3:
+        time.sleep(0.05)
+    next(server for server in find_servers(paths) if server.environ()["KFTRAIN_NODE_RANK"] == "2").kill()
+    lines += jobs.wait_for_line(launched, "server-2 ended by SIGKILL; the job goes on without it")
+    for num_servers in (3, 1):
+        scale(paths, num_servers)
+        lines += jobs.wait_for_line(launched, f"goes on with {num_servers} servers in place of")
+    steps, pause = read_steps(launched, lines, 1500)
+    print(f"the longest time between two steps: {pause:.2f} s")
+    assert len(steps) == len(set(steps)), "a step was done again"
+    assert sorted(storage.list_names(paths.servers))[-3:] == ["ring-1.json", "ring-2.json", "wanted.json"]
+    require_same_tables(paths, whole, 1)
+
+
+def scale(paths, num_servers):
+    command = [sys.executable, "-m", "kftrain", "scale", paths.uri, "--servers", str(num_servers)]
+    assert f"asked for {num_servers} servers" in subprocess.check_output(command, text=True)
+
+
+def test_a_run_goes_on_with_other_numbers_of_workers_and_servers(root):
+    folder, _ = root
+    whole, paths = prepare_pair(root, ("same", "resized"), SIZES)
+    launched = launch(paths)
+    jobs.wait_for_line(launched, "checkpoint at step 20 committed")
+    launched.kill()
+    launched.communicate()
     wait_until_nobody_is_left(paths)
+    sizes = [*SIZES, "server.num_servers=3", "launch.processes_per_node=1"]
+    text = config.parse(clicks.TEXT, [f"run.storage_root={folder}/store", *sizes]).to_yaml()
+    storage.local_path(paths.config).write_text(text)
+    launched = launch(paths)
+    printed, _ = launched.communicate(timeout=300)
+    assert launched.returncode == 0 and "step 60/60" in printed and "step 20/60" not in printed, printed
+    rows, expected = (clicks.rows_of(documents.read(Completion, one.complete).checkpoint_uri) for one in (paths, whole))
+    assert np.array_equal(rows["key"], expected["key"]) and np.array_equal(rows["version"], expected["version"])
+    # One worker sums the gradients of a step in another order than two.
+    np.testing.assert_allclose(rows["numbers"], expected["numbers"], rtol=1e-3, atol=1e-5)
 
 
 def test_nobody_outlives_a_launcher_that_was_killed_and_the_secret_is_nowhere(root):

@@ -72,6 +72,17 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other_and_the_export_is_that_
     assert_same(train(paths, resolved, 4, [*TENSOR, "parallel.replicate=2"], 15), expected)
 
 
+def test_the_export_of_a_vocabulary_without_equal_parts_is_that_of_one_process(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(jobs.TESTS))
+    settings = (*SETTINGS, "model.kind=helpers.models.tensor:one_word_more")
+    paths, resolved = jobs.make_run(tmp_path, settings, "alone")
+    expected = train(paths, resolved, 1)
+    (words,) = {weights.shape[0] for name, weights in expected[2].items() if "embed" in name}
+    assert words % 2
+    paths, resolved = jobs.make_run(tmp_path, settings, "split")
+    assert_same(train(paths, resolved, 2, TENSOR), expected)
+
+
 def test_a_run_whose_sequences_are_shared_is_that_of_one_process(tmp_path):
     """FSDP x context on four processes, from step 10 on FSDP alone on two, from step 15 on with context again."""
     paths, resolved = jobs.make_run(tmp_path, SETTINGS, "alone")

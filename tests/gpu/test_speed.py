@@ -127,6 +127,43 @@ def test_compiled_blocks_train_as_the_bare_loop_on_a_cpu(monkeypatch, method):
         parity.check(row, [Answer("done", parity_rank.train(world, row.job))])
 
 
+SMALL = (
+    "train.compile=true",
+    "precision.compute=bf16",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=0",
+    "evaluate.interval_steps=4",
+    "evaluate.batch_size=8",
+)
+
+
+@needs_triton
+def test_blocks_that_repeat_graphs_train_as_those_that_are_compiled_alone(monkeypatch):
+    curves = []
+    for graphs in ("false", "true"):
+        row = Row("graphs", 1, (*SMALL, f"train.cuda_graphs={graphs}"))
+        with in_process.world(monkeypatch) as world:
+            curves.append(parity_rank.train(world, row.job).history)
+    for one, other in zip(*curves, strict=True):
+        for name in ("loss", "gradient_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-3), one["step"]
+
+
+@needs_triton
+def test_a_small_model_takes_less_time_with_graphs(monkeypatch, record):
+    seconds = {}
+    tokens = np.random.default_rng(0).integers(97, 123, (8, 129)).astype(np.uint16)
+    for graphs in ("false", "true"):
+        small = ("task.sequence_length=128", "model.dim=256", "model.num_layers=12", "model.ffn_dim=688")
+        resolved = config.parse(BASE, (*SMALL, *small, f"train.cuda_graphs={graphs}"))
+        with in_process.world(monkeypatch) as world:
+            _, _, take = make_step(world, resolved, {"tokens": tokens})
+            seconds[graphs] = seconds_of(take, num_warm_up=10, num_times=100)
+    share = seconds["true"] / seconds["false"]
+    record("12 blocks of width 256, 1,024 tokens: step with CUDA graphs, over compiled alone", "< 1", f"{share:.2f}")
+    assert share < 1
+
+
 def test_without_triton_compiling_is_refused_before_the_model_is_built(monkeypatch):
     if has_triton():
         pytest.skip("torch finds Triton here")

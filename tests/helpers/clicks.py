@@ -6,7 +6,8 @@ import numpy as np
 
 from kftrain.core import storage
 from kftrain.core.credentials import SERVER_SECRET_VARIABLE
-from kftrain.server.process import RunServer, name_server
+from kftrain.server.moving import name_server
+from kftrain.server.process import RunServer
 from kftrain.sharding.sources.clicks import ClicksSource
 
 NUM_FIELDS, DIM = 3, 4

@@ -1,13 +1,17 @@
 """Processes that stay: each forms one gloo world with its peers, and does one job after the other."""
 
+import collections
 import contextlib
 import multiprocessing
 import os
 import traceback
+import unittest.mock
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from kftrain.errors import KftrainError
 from kftrain.parallel.world import join_world
@@ -117,9 +121,37 @@ def _serve(environment, pipe, listener):
         os.environ[store_socket.STORE_ENV] = str(listener.detach())
     torch.set_num_threads(1)
     with join_world(COLLECTIVE_SECONDS) as world, contextlib.suppress(EOFError):
+        dist.new_group = kept = KeptGroups()
         while True:
             function, arguments = pipe.recv()
+            kept.begin_job()
             pipe.send(_answer(function, world, arguments))
+
+
+class KeptGroups:
+    """Gives the next job the groups of the one before, where it asks for the same ones in the same order.
+
+    Each group has a thread that gloo wakes a hundred times a second: those of some hundred rows took half of a machine.
+    torch's caches of DTensor hold the groups, so that they do not end with the job.
+    """
+
+    def __init__(self):
+        self._make = dist.new_group
+        self._groups = {}
+        self._counts = collections.Counter()
+
+    def begin_job(self):
+        self._counts.clear()
+
+    def __call__(self, ranks=None, **settings):
+        ranks = None if ranks is None else tuple(ranks)
+        key = ranks, self._counts[ranks]
+        self._counts[ranks] += 1
+        if key not in self._groups:
+            # torch names a group by the number of groups so far, which differs where some processes kept more of them.
+            with unittest.mock.patch.object(c10d, "_process_group_name", lambda *_, **__: "-".join(map(str, key))):
+                self._groups[key] = self._make(ranks, **settings)
+        return self._groups[key]
 
 
 def _answer(function, world, arguments):

@@ -1,6 +1,6 @@
 """One suite over the launchers' protocol, against the real thing of each backend.
 
-    make launchers                                  # what is installed here; the rest is skipped with the reason
+    make launchers                                  # installs what it can; the rest is skipped with the reason
     pytest tests/launchers -k trainjob --kubeconfig FILE --load COMMAND …      # the options of `make e2e`
     pytest tests/launchers -k local --record        # writes the cells that were run into record.json
     python tests/launchers/record.py                # makes the table of docs/launchers.md from record.json
@@ -19,17 +19,27 @@ know nothing else about a backend and never ask for its name.
 Each test bears `@promise(NAME)` of promises.py and runs once for each backend; its outcome is one cell of the matrix:
 works, refused (the refusal was seen), not run (why), failed. Faults that take a controller or a node away run with
 `--disturb SCRIPT` only, because others may use the cluster.
+
+`make launchers` runs several backends at once (pytest-xdist, `BySite`): most of a test is waiting. What breaks the
+cluster under everybody's feet is marked `breaks_cluster` and runs by itself, for all backends at the same moment: one
+node dies for all of them.
 """
 
 import contextlib
 import importlib
+import re
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
 from e2e.conftest import builder, host_address, kubeconfig, mlflow_uri, store  # noqa: F401
 from launchers import record
+from launchers.at_once import Meeting
 from launchers.promises import PROMISES
+from xdist.scheduler import LoadScopeScheduling
+
+from kftrain.launch.backends import POD_BACKENDS
 
 SITES = ("local", "pytorchjob", "trainjob", "jobset", "slurm", "ray", "rayjob")
 
@@ -41,6 +51,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("site", SITES, indirect=True, scope="session")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses among the marks
 def pytest_collection_modifyitems(config, items):
     """One backend after the other, so that a site is opened once; nothing unless somebody asks for this folder."""
     places = [place for place, item in enumerate(items) if Path(__file__).parent in item.path.parents]
@@ -49,11 +60,36 @@ def pytest_collection_modifyitems(config, items):
         items[place] = item
         if not any("launchers" in argument for argument in config.args):
             item.add_marker(pytest.mark.skip(reason="it takes minutes: make launchers"))
+        if "disturb" in item.fixturenames and _find_site(item) in POD_BACKENDS:
+            item.add_marker(pytest.mark.breaks_cluster)
+
+
+def _find_site(item):
+    return item.callspec.params.get("site") if hasattr(item, "callspec") else None
 
 
 def _number_site(item):
-    name = item.callspec.params.get("site") if hasattr(item, "callspec") else None
-    return SITES.index(name) if name else -1
+    """Pods first: theirs are the longest."""
+    name = _find_site(item)
+    return (name not in POD_BACKENDS, SITES.index(name)) if name else (True, -1)
+
+
+class BySite(LoadScopeScheduling):
+    """Hands out tests in groups, each for one process with a site of its own: half of what a backend has.
+
+    What breaks the cluster is one group a backend, so that all of them come to the same fault together. (The groups of
+    `--dist loadgroup` are marks that pytest 9 does not let xdist write down.)
+    """
+
+    def _split_scope(self, nodeid):
+        words = re.split(r"[-\[\]]", nodeid.partition("::")[2])
+        name = next((word for word in words if word in SITES), nodeid.partition("::")[0])
+        breaks = "not breaks_cluster" not in self.config.option.markexpr
+        return name if breaks else f"{name} {zlib.crc32(nodeid.encode()) % 2}"
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return BySite(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -90,12 +126,18 @@ def disturb(request, site, promise):
     script = request.config.getoption("--disturb", default="")
     if not script:
         pytest.skip("it takes away what others use: --disturb SCRIPT")
+    meeting = Meeting(request)
+    meeting.wait_for_all("begin", seconds=300)
 
     def run(*verb):
-        subprocess.run([script, *map(str, verb)], check=True, timeout=600)
+        meeting.wait_for_all("break", seconds=120)
+        with meeting.alone("break") as is_first:
+            if is_first:
+                subprocess.run([script, *map(str, verb)], check=True, timeout=600)
 
     yield run
-    run("mend")
+    meeting.wait_for_all("end", seconds=900)
+    subprocess.run([script, "mend"], check=True, timeout=600)
 
 
 @pytest.fixture
@@ -115,8 +157,15 @@ def pytest_runtest_makereport(item, call):
     report = yield
     marker = item.get_closest_marker("promise")
     if marker and hasattr(item, "callspec"):
-        _note(item.callspec.params["site"], marker.args[0], report)
+        report.user_properties.append(("cell", [item.callspec.params["site"], marker.args[0]]))
     return report
+
+
+def pytest_runtest_logreport(report):
+    """In the process that writes the record, wherever the test has run."""
+    cell = dict(report.user_properties).get("cell")
+    if cell:
+        _note(*cell, report)
 
 
 def _note(backend, promise, report):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import re
 import signal
@@ -30,7 +31,7 @@ from kftrain.run.job_tasks import TRAINING
 
 pytestmark = [
     pytest.mark.skipif(bool(explain_absence()), reason=explain_absence() or "there is one"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900, func_only=True),
 ]
 
 LAUNCH = """
@@ -64,7 +65,7 @@ def environment(cluster, monkeypatch):
     monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.3)
     yield
     cluster.run("scancel", "--user=root")
-    wait_until(lambda: not cluster.run("squeue", "--noheader").strip(), 60)
+    wait_until(lambda: not cluster.run("squeue", "--noheader").strip())
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ class Launch:
 
     def finish(self):
         """Waits for the end; returns exit code and output."""
-        output, _ = self.process.communicate(timeout=1000)
+        output, _ = self.process.communicate()
         return self.process.returncode, output
 
 
@@ -104,10 +105,11 @@ def launch():
     yield start
     for one in started:
         one.process.kill()
-        one.process.communicate()
+        one.process.wait()
 
 
-def wait_until(is_so, seconds=90):
+def wait_until(is_so, seconds=math.inf):
+    """Waits as long as the test may take: how long a machine needs is not what is tested, unless `seconds` say so."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it never came"
@@ -202,7 +204,7 @@ def test_two_requeues_lose_no_step(cluster, make_run, launch, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400, func_only=True)
 def test_twelve_requeues_lose_no_step(cluster, make_run, launch, undisturbed):
     check_requeues(cluster, make_run, launch, undisturbed, 12, steps=600)
 
@@ -322,7 +324,7 @@ def test_settings_become_what_slurm_shows(cluster, make_run):
         shown = cluster.run("scontrol", "show", "job", job_id.stdout.strip())
     finally:
         cluster.run("scancel", "--user=root")
-        wait_until(lambda: not cluster.run("squeue", "--noheader").strip(), 60)
+        wait_until(lambda: not cluster.run("squeue", "--noheader").strip())
         cluster.run("scontrol", "delete", "reservation=lab")
     for text in ("Partition=urgent", "Account=science", "Features=big", "TimeLimit=00:30:00", "Reservation=lab"):
         assert text in shown
@@ -331,7 +333,7 @@ def test_settings_become_what_slurm_shows(cluster, make_run):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200, func_only=True)
 def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launch, undisturbed):
     steps = 3000
     settings = ["launch.slurm.partition=short", "launch.slurm.commit_seconds=60", "checkpoint.interval_steps=100000"]
@@ -361,7 +363,7 @@ def test_a_job_that_was_cancelled_while_nobody_looked_is_not_tried_again(forgetf
     launched.process.send_signal(signal.SIGSTOP)  # a laptop that sleeps
     job_id = find_job().job_id
     forgetful.run("scancel", job_id)
-    wait_until(lambda: not forgetful.run("squeue", "--noheader", "--states=all").strip(), 120)
+    wait_until(lambda: not forgetful.run("squeue", "--noheader", "--states=all").strip())
     launched.process.send_signal(signal.SIGCONT)
     code, output = launched.finish()
     assert code == 13 and "somebody cancelled the job" in output, output
@@ -413,7 +415,7 @@ def login(cluster, tmp_path, monkeypatch):
     for name in cluster.environment:
         monkeypatch.delenv(name)
     sshd = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e", "-f", folder / "sshd"], stderr=subprocess.DEVNULL)
-    wait_until(lambda: subprocess.run([ssh, "login1", "true"], capture_output=True, check=False).returncode == 0, 30)
+    wait_until(lambda: subprocess.run([ssh, "login1", "true"], capture_output=True, check=False).returncode == 0)
     yield folder
     sshd.terminate()
     sshd.wait()
@@ -514,4 +516,4 @@ def test_a_job_with_a_server_is_requeued_as_a_whole_and_cancelled_as_a_whole(clu
     assert storage.list_names(paths.checkpoints)[-1].startswith(f"step-{steps[-1]:08d}")
     assert "[server 0] stopped" in read_output(paths).partition("restart 1")[2]
     assert not is_orphaned(paths)
-    wait_until(lambda: not cluster.run("squeue", "--noheader").strip(), 30)
+    wait_until(lambda: not cluster.run("squeue", "--noheader").strip())

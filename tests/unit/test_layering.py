@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "server": {"run", "process.signals"},
     "remote_parameters": set(),
     "tracking": {"run", "data.shards"},
-    "report": {"run"},
+    "reports": {"run"},
     "launch": {"run", "process"},
     "schedule": {"run"},
     "kubeflow": {"schedule", "run.best_effort"},
@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "worker": {"run", "process", "launch.spec"},
     "stages": {
         *("run", "process", "data", "sharding", "tasks", "checkpoint", "evaluate", "launch", "models"),
-        *("registry", "report", "tracking", "schedule", "kubeflow", "statistics", "parallel.layout"),
+        *("registry", "reports", "tracking", "schedule", "kubeflow", "statistics", "parallel.layout"),
     },
     "client": {"run", "process", "stages", "kubeflow", "pipelines", "schedule", "tracking.mlflow_run", "tracking.runs"},
     "cli": {
@@ -66,7 +66,7 @@ MAY_IMPORT = {
             "launch",
             "kubeflow",
             "registry",
-            "report",
+            "reports",
         ),
         *("stages", "pipelines", "schedule", "components.images"),
     },
@@ -194,7 +194,7 @@ def test_a_library_is_imported_in_one_place(library):
 
 
 def test_mlflow_and_torch_are_never_imported_at_the_top_of_what_the_steps_image_runs():
-    folders = ("stages/", "launch/", "registry/", "report/", "tracking/", "tasks/", "components/", "client/", "cli/")
+    folders = ("stages/", "launch/", "registry/", "reports/", "tracking/", "tasks/", "components/", "client/", "cli/")
     wrong = [
         f"{where} imports {name}"
         for where, name, at_top in all_imports()
@@ -249,7 +249,7 @@ for module in sys.argv[1:]:
 
 
 def test_the_steps_image_needs_no_torch():
-    folders = ("stages", "run", "process", "launch", "kubeflow", "registry", "report", "schedule", "tracking", "tasks")
+    folders = ("stages", "run", "process", "launch", "kubeflow", "registry", "reports", "schedule", "tracking", "tasks")
     modules = [
         place(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         for path in sources()

@@ -57,7 +57,7 @@ IMPORTING = {
 
 COMPUTED_ATTRIBUTES = {
     *("trust.py", "core/lazy.py", "cli/__init__.py", "core/remote.py", "core/outages.py", "checkpoint/reader.py"),
-    *("process/liveness.py", "tasks/base.py", "tasks/registry.py", "report/comparison.py", "parallel/mesh.py"),
+    *("process/liveness.py", "tasks/base.py", "tasks/registry.py", "reports/comparison.py", "parallel/mesh.py"),
     *("parallel/settings.py", "parallel/tensor_plan.py", "parallel/buffers.py", "parallel/topology.py"),
     *("train/settings.py", "train/probe.py", "registry/gate.py", "sharding/mixing.py", "data/settings.py"),
     *("parallel/activations.py", "parallel/compression/shards.py", "parallel/layout.py", "train/bandwidth.py"),

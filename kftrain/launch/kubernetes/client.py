@@ -11,6 +11,7 @@ Answers are plain JSON; `observation.py` makes something of it.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import threading
@@ -21,7 +22,6 @@ from typing import Any
 
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import LaunchError
-from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes.retry import FORBIDDEN_SECONDS, PASSING, UNAUTHORIZED, RetryPolicy, format_message
 
 WORKLOADS = ("kueue.x-k8s.io", "v1beta1", "workloads")
@@ -35,6 +35,7 @@ EXPLAIN_OUTAGE_SECONDS = 5.0
 """Seconds for which calls to a source that only explains are repeated: they must not hold up what matters."""
 
 FORBIDDEN, NOT_FOUND, CONFLICT = 403, 404, 409
+IDENTITY_CHARACTERS = 16
 
 Object = dict[str, Any]
 
@@ -47,8 +48,8 @@ class Cluster:
 
         configuration, default_namespace = _connect()
         self.namespace = namespace or default_namespace
-        self.identity = ownership.identify_cluster(configuration)
-        """Digest that tells this cluster from others, see `ownership.identify_cluster`."""
+        self.identity = identify_cluster(configuration)
+        """Digest that tells this cluster from others, see `identify_cluster`."""
         self.own_namespace = default_namespace if SERVICE_ACCOUNT.exists() else ""
         """Namespace of the pod that this process runs in; empty outside a cluster."""
         api_client = client.ApiClient(configuration)
@@ -292,3 +293,10 @@ def _connect() -> tuple[Any, str]:
     except config.ConfigException as error:
         raise LaunchError(f"no cluster: {error}", where="launch.backend", fix="set KUBECONFIG") from error
     return configuration, context["context"].get("namespace") or "default"
+
+
+def identify_cluster(configuration: Any) -> str:
+    """Return a digest that tells a cluster from others: of its authority's certificate, else of its address."""
+    path = configuration.ssl_ca_cert
+    known = Path(path).read_bytes().strip() if path else str(configuration.host).encode()
+    return hashlib.sha256(known).hexdigest()[:IDENTITY_CHARACTERS]

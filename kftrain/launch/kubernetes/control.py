@@ -126,11 +126,10 @@ class ClusterJobs:
         """Write all that the pods have printed: see `Jobs.logs`. Raises BrokenPipeError if nobody reads it."""
         for cluster, job in _find_jobs(self.clusters, RunPaths(run).run_id):
             if job["metadata"]["labels"].get(TASK_LABEL) == task:
-                _print_logs(cluster, job, follow, write)
-                latest = job
-                while follow and (successor := _find_successor(cluster, latest)) is not None:
-                    latest = successor
-                    _print_logs(cluster, latest, follow, write)
+                successor: Mapping[str, Any] | None = job
+                while successor is not None:
+                    latest = _print_logs(cluster, successor, follow, write)
+                    successor = _find_successor(cluster, latest) if follow else None
 
 
 def list_jobs(clusters: Sequence[JobClient], selected: str) -> list[tuple[JobClient, Object]]:
@@ -243,7 +242,10 @@ def _make_status(
     )
 
 
-def _print_logs(cluster: JobClient, job: Mapping[str, Any], follow: bool, write: Callable[[str], None]) -> None:
+def _print_logs(
+    cluster: JobClient, job: Mapping[str, Any], follow: bool, write: Callable[[str], None]
+) -> Mapping[str, Any]:
+    """Write what the pods of a job print; return the job as it was seen last."""
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
     kind = cluster.kind
     logs = Logs(cluster, sum(kind.count_replicas(job).values()), write, follow, limited=False)
@@ -253,6 +255,7 @@ def _print_logs(cluster: JobClient, job: Mapping[str, Any], follow: bool, write:
         now = cluster.read_job(name)  # after its pods: where it is still the same, they are not those of a later job
         if now is None or now["metadata"]["uid"] != uid:
             break
+        job = now
         logs.follow(pods)
         if not follow or has_ended or logs.is_broken:
             break
@@ -260,11 +263,17 @@ def _print_logs(cluster: JobClient, job: Mapping[str, Any], follow: bool, write:
         if not has_ended:  # else once more: a last pod may have come after the look at the pods
             time.sleep(POLL_SECONDS)
     logs.drain()
+    return job
 
 
 def _find_successor(cluster: JobClient, job: Mapping[str, Any]) -> Object | None:
-    """Wait for the job of the next attempt, where each is a job of its own; None where none comes."""
+    """Wait for the job of the next attempt, where each is a job of its own; None where none comes.
+
+    `job`: as it was seen last: one that has succeeded is gone soon, and with it the sign that nobody starts another.
+    """
     name, gone_at = job["metadata"]["name"], float("inf")
+    if SUCCEEDED in cluster.kind.read_conditions(job):
+        return None
     while cluster.kind.is_one_attempt and time.monotonic() - gone_at < NEXT_SECONDS:
         now = cluster.read_job(name)
         if now is not None and now["metadata"]["uid"] != job["metadata"]["uid"]:

@@ -6,9 +6,7 @@ pod of the job is left, whatever the launcher was doing.
 
 from __future__ import annotations
 
-import hashlib
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
 
 POD_NAME_ENV = "KFP_POD_NAME"
 """Variable in which Kubeflow tells every step the name of its pod."""
-
-IDENTITY_CHARACTERS = 16
 
 RUN_ID_LABEL = "pipeline/runid"
 
@@ -46,10 +42,3 @@ def find_owner(cluster: Cluster) -> tuple[dict[str, Any] | None, str]:
         kept = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
         owner = {**kept, "controller": False, "blockOwnerDeletion": False}
     return owner, metadata.get("labels", {}).get(RUN_ID_LABEL, "")
-
-
-def identify_cluster(configuration: Any) -> str:
-    """Return a digest that tells a cluster from others: of its authority's certificate, else of its address."""
-    path = configuration.ssl_ca_cert
-    known = Path(path).read_bytes().strip() if path else str(configuration.host).encode()
-    return hashlib.sha256(known).hexdigest()[:IDENTITY_CHARACTERS]

@@ -14,6 +14,9 @@ BLOCK_SIZE = 256
 
 LARGEST_CODE = 127
 
+NO_NUMBER = 3
+"""Code of what is not finite; the others are the sign, and 1."""
+
 
 class Codec(Protocol):
     """A form in which numbers travel."""
@@ -65,6 +68,21 @@ class Int8Blocks:
         scales = packed[:, : 4 * num_blocks].contiguous().view(torch.float32)
         codes = packed[:, 4 * num_blocks :].view(torch.int8).reshape(len(packed), -1, BLOCK_SIZE)
         return (codes * scales.unsqueeze(2)).view(len(packed), -1)[:, :num_numbers]
+
+
+class Signs:
+    """Signs in two bits each, for a number that is 0 has none."""
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Codec`; the length of a row is a multiple of four."""
+        codes = torch.where(rows.isfinite(), rows.sign() + 1, NO_NUMBER).to(torch.uint8).view(len(rows), -1, 4)
+        first, second, third, fourth = codes.unbind(2)
+        return first | second << 2 | third << 4 | fourth << 6
+
+    def unpack(self, packed: torch.Tensor, num_numbers: int) -> torch.Tensor:
+        """See `Codec`."""
+        codes = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], 2).view(len(packed), -1)
+        return torch.where(codes == NO_NUMBER, torch.nan, codes.float() - 1)
 
 
 def make_codec(kind: str) -> Codec:

@@ -27,10 +27,8 @@ class LowRankSums(CompressedSums):
     def __init__(self, group: dist.ProcessGroup, rank: int, bucket_bytes: int) -> None:
         super().__init__(group, Rounded(torch.float32), True, bucket_bytes)
         self._rank = rank
-        self._factors: dict[str, torch.Tensor] = {}
-        """Name of a matrix -> its Q, `[columns, rank]`, the same on all processes."""
-        self._next_factors: dict[str, torch.Tensor] = {}
-        """Those of the next step, if this one counts."""
+        self._factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Name of a matrix -> its Q, `[columns, rank]`, the same on all processes; and the next, if a step counts."""
 
     def lay_out(self, length: int, device: torch.device) -> None:
         """See `CompressedSums`."""
@@ -39,21 +37,21 @@ class LowRankSums(CompressedSums):
         for name, parameter in self._parameters.items():
             rows, columns = parameter.flatten(1).shape if parameter.dim() > 1 else (0, 0)
             if self._rank * (rows + columns) < rows * columns:
-                self._factors[name] = torch.randn(columns, self._rank, generator=generator).to(device)
-                self._next_factors[name] = self._factors[name].clone()
-                self._changes.append((self._factors[name], self._next_factors[name]))
+                drawn = torch.randn(columns, self._rank, generator=generator).to(device)
+                self._factors[name] = drawn, drawn.clone()
+                self._changes.append(self._factors[name])
 
     def exchange_bucket(self, start: int, end: int) -> Iterator[None]:
         """See `CompressedSums`."""
         names = [name for name, place in self._starts.items() if start <= place < end]
         works = {name: self._view(self._work, name) for name in names}
         matrices = {name: works[name].flatten(1) for name in names if name in self._factors}
-        products = {name: matrix @ self._factors[name] for name, matrix in matrices.items()}
+        products = {name: matrix @ self._factors[name][0] for name, matrix in matrices.items()}
         received = yield from self._sum_all(works | products)
         lefts = {name: torch.linalg.qr(received[name]).Q for name in matrices}
         rights = yield from self._sum_all({name: matrix.T @ lefts[name] for name, matrix in matrices.items()})
         for name, right in rights.items():
-            self._next_factors[name].copy_(right)
+            self._factors[name][1].copy_(right)
         for name, work in works.items():
             total = received[name] if name not in matrices else (lefts[name] @ rights[name].T).view(work.shape)
             self._view(self._sums, name).copy_(total)
@@ -70,11 +68,11 @@ class LowRankSums(CompressedSums):
 
     def save(self) -> dict[str, Any]:
         """Return what is kept, summed over processes, and the factors. Collective."""
-        return super().save() | {"factors": self._factors}
+        return super().save() | {"factors": {name: factor for name, (factor, _) in self._factors.items()}}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """See `CompressedSums`."""
         super().load(state)
-        for name, factor in self._factors.items():
+        for name, (factor, _) in self._factors.items():
             factor.copy_(state["factors"][name])

@@ -9,10 +9,8 @@ import torch.distributed as dist
 
 from kftrain.parallel.compression.codecs import make_codec
 from kftrain.parallel.compression.low_rank import LowRankSums
-from kftrain.parallel.compression.momenta import LocalRule
-from kftrain.parallel.compression.sparse import SparseSums
+from kftrain.parallel.compression.momenta import LocalRule, SparseSums, Votes
 from kftrain.parallel.compression.sums import PART, CompressedSums
-from kftrain.parallel.compression.votes import Votes
 from kftrain.parallel.distributed import Agreement, Distributed, Part
 from kftrain.parallel.settings import ParallelConfig
 from kftrain.parallel.sharded import Team

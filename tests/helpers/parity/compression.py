@@ -14,9 +14,8 @@ from kftrain import config
 from kftrain.parallel import gradients, replicas
 from kftrain.parallel.compression.codecs import Int8Blocks
 from kftrain.parallel.compression.low_rank import LowRankSums
-from kftrain.parallel.compression.momenta import LocalRule
+from kftrain.parallel.compression.momenta import LocalRule, SparseSums
 from kftrain.parallel.compression.shards import PackedSums, ShardedFeedback
-from kftrain.parallel.compression.sparse import SparseSums
 from kftrain.parallel.compression.sums import CompressedSums
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import PrecisionConfig

@@ -264,7 +264,9 @@ DOTS1_OPTIONS = (
 )
 
 MIXTURE = case("experts")
-EIGHT = case("batches of eight", dots1, *DOTS1_OPTIONS, "train.global_batch_size=8", seed=10, batch=8)
+EIGHT = case(
+    "batches of eight", dots1, *DOTS1_OPTIONS, "train.global_batch_size=8", seed=10, batch=8, loop_follows=True
+)
 MUON = case("experts, muon", Mixture, *optimizers.MUON.overrides, seed=11, optimizer=Three)
 LAMB = case(
     "experts, lamb", Mixture, *optimizers.LAMB.overrides, seed=5, optimizer=optimizers.Lamb, rate=optimizers.LAMB.rate

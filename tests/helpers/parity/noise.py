@@ -19,7 +19,7 @@ class NoisyCurve(Curve):
     """Of each step; nan where the estimate of the gradient's size is negative."""
 
 
-def loop(case, first_weights, parts, num_noted):
+def loop(case, first_weights, parts, path, num_noted):
     """As `oracle.run`. `num_noted`: parts whose gradients are small batches; the first ones."""
     network = case.network()
     network.load_state_dict({name: torch.tensor(value) for name, value in first_weights.items()})
@@ -28,8 +28,8 @@ def loop(case, first_weights, parts, num_noted):
     for step in range(STEPS):
         places = (np.arange(case.batch) + step * case.batch) % num_rows
         batch = {name: rows[places] for name, rows in data.items()}
-        made = []
-        total = 0.0
+        made, total = [], 0.0
+        path.enter(network, step)
         for part in parts:
             network.zero_grad()
             rows = {name: rows[list(part)] for name, rows in batch.items()}
@@ -60,7 +60,7 @@ def square(gradients):
 
 def case_of(num_noted, **others):
     """`num_noted`: 1 on one process, which measures its first micro batch; else the number of processes."""
-    case = Case(f"noise of {num_noted}", loop=functools.partial(loop, num_noted=num_noted))
+    case = Case(f"noise of {num_noted}", loop=functools.partial(loop, num_noted=num_noted), loop_follows=True)
     return replace(case, **others)
 
 

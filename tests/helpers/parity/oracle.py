@@ -8,7 +8,7 @@ configuration that asks kftrain for the same.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -199,6 +199,35 @@ class Case:
     """Their sums are rounded, too."""
     loop: Callable[..., "Curve"] | None = None
     """Stands in for `run` where the loop is another one; it takes the same."""
+    loop_follows: bool = False
+    """The loop takes a `path`, too."""
+
+    @property
+    def is_followed(self):
+        """Whether each step is computed from the weights that the other side has come to.
+
+        With numbers of 16 bits a weight that is off by 1e-8 is rounded to another one sooner or later, on some
+        processors sooner, and the curves part; with deep networks of experts in fp32 they part by 1e-5, too.
+        """
+        return self.loop_follows or (self.bf16 and self.loop is None)
+
+
+@dataclass(frozen=True)
+class Path:
+    """The weights before each step of the other side. A loop goes on from them, if they are near to its own."""
+
+    weights: list[dict[str, np.ndarray]] = field(default_factory=list)
+    tolerance: float = 0.0
+    """Absolute."""
+
+    def enter(self, network, step):
+        """Gives a network the weights of before a step; where nothing is followed it keeps those that it has."""
+        for name, value in network.state_dict().items() if self.weights else ():
+            theirs = self.weights[step][name]
+            np.testing.assert_allclose(
+                theirs, value.numpy(), rtol=0, atol=self.tolerance, err_msg=f"{name} before step {step}"
+            )
+            value.copy_(torch.from_numpy(theirs))
 
 
 @dataclass(frozen=True)
@@ -212,13 +241,15 @@ class Curve:
     """Parameters and buffers at the end."""
 
 
-def run(case, first_weights, parts=None, parts_of_stacks=None):
+def run(case, first_weights, parts=None, parts_of_stacks=None, path=None):
     """The curve of a case. `parts`: places in each batch that are computed at a time; None: all at once.
 
     `parts_of_stacks`: the same for the gradients of three-dimensional parameters, where those are others.
+    `path`: weights from which each step is computed.
     """
+    path = path or Path()
     if case.loop:
-        return case.loop(case, first_weights, parts)
+        return case.loop(case, first_weights, parts, *([path] if case.loop_follows else []))
     network = case.network()
     network.load_state_dict({name: torch.tensor(value) for name, value in first_weights.items()})
     network.train()
@@ -229,6 +260,7 @@ def run(case, first_weights, parts=None, parts_of_stacks=None):
         places = (np.arange(size) + (sum(case.batches[:step]) if case.batches else step * size)) % num_rows
         batch = {name: rows[places] for name, rows in data.items()}
         total, num_terms = 0.0, case.terms(batch)
+        path.enter(network, step)
         for part in parts or [list(range(size))]:
             rows = {name: rows[list(part)] for name, rows in batch.items()}
             total += backward(case, network, rows, num_terms, (1, 2) if parts_of_stacks else (1, 2, 3, 4))

@@ -4,8 +4,11 @@ import importlib.util
 import math
 from pathlib import Path
 
+from helpers.parity.oracle import STEPS
+
 FOLDER = Path(__file__).parents[2] / "distributed"
 PARTS = "", "_pipeline", "_context", "_experts", "_precision", "_averages", "_batches", "_memory", "_compile", "_noise"
+PARTS += "_eight_bit", "_float8", "_rounding"
 TESTS = [FOLDER / f"test_parity{part}.py" for part in PARTS]
 """Files of tests, each with a `TABLE` of rows, and what is `REFUSED`."""
 
@@ -13,7 +16,7 @@ CUT_AXES = ("context", "tensor", "pipeline")
 """Axes along which processes read the same samples."""
 
 OPTIONS = {
-    "train.micro_batch_size": "micro batches",
+    "train.micro_batch_size": {"auto": "micro batches that were found"},
     "train.activation_checkpointing": {
         "blocks": "recomputed blocks",
         "selective": "selective recomputation",
@@ -35,13 +38,18 @@ def table():
     table, refused = ([row for module in modules for row in getattr(module, name)] for name in ("TABLE", "REFUSED"))
     lines = ["| layout | processes | beside the plain case | losses and norms | weights |", "|---|---|---|---|---|"]
     for layout, rows in by_layout(table).items():
-        exact = [row for row in rows if not row.case.bf16 and row.case.loop is None]
+        exact = [row for row in rows if is_exact(row)]
         sizes = ", ".join(map(str, sorted({row.processes for row in rows})))
         figures = (f"{max(row.tolerance for row in exact):g}", f"{max(row.weight_tolerance for row in exact):g}")
         lines.append(f"| {layout} | {sizes} | {', '.join(proven(rows)) or '-'} | {' | '.join(figures)} |")
     lines += ["", "| refused | the error says |", "|---|---|"]
     lines += [f"| {row.name} | {row.message.replace('.*', '…')} |" for row in refused]
     return "\n".join(lines) + "\n"
+
+
+def is_exact(row):
+    """Whether no step of the row rounds to a format in which curves part."""
+    return not row.case.bf16 and row.case.loop is None and row.compared_steps == STEPS
 
 
 def load(path):
@@ -86,7 +94,7 @@ def proven(rows):
 
 def name_option(key, value):
     name = OPTIONS[key]
-    return name if isinstance(name, str) else name[value]
+    return name.get(value, "micro batches") if isinstance(name, dict) else name
 
 
 def data_ranks(row):

@@ -13,7 +13,7 @@ from helpers.parity import rank as parity_rank
 from helpers.parity.defects import patched
 from helpers.parity.models import FEATURES, Plain
 from helpers.parity.oracle import STEPS, VOCABULARY, Case, Curve, same_llama
-from helpers.parity.table import Weights
+from helpers.parity.table import follow
 
 from kftrain.models.transformer import Transformer
 from kftrain.parallel import gradients
@@ -52,7 +52,7 @@ class ScaledCurve(Curve):
     num_skipped: list[int]
 
 
-def loop(case, first_weights, parts, scaling):
+def loop(case, first_weights, parts, path, scaling):
     """As `oracle.run`, in fp16."""
     network = case.network()
     network.load_state_dict({name: torch.tensor(value) for name, value in first_weights.items()})
@@ -61,6 +61,7 @@ def loop(case, first_weights, parts, scaling):
     scaler = torch.amp.GradScaler("cpu", init_scale=scaling.initial, growth_interval=scaling.interval)
     num_rows, losses, norms = len(next(iter(data.values()))), [], []
     for number in range(STEPS):
+        path.enter(network, number)
         scales.append(scaler.get_scale())
         places = (np.arange(case.batch) + number * case.batch) % num_rows
         batch, total = {name: rows[places] for name, rows in data.items()}, 0.0
@@ -128,9 +129,8 @@ class Two(optimizers.Two):
 def fp16(name="fp16", network=same_llama, overrides=(), scaling=None, **others):
     """A case in fp16."""
     scaling = scaling or Scaling()
-    return Case(
-        name, (*scaling.overrides, *overrides), network, loop=functools.partial(loop, scaling=scaling), **others
-    )
+    scaled = functools.partial(loop, scaling=scaling)
+    return Case(name, (*scaling.overrides, *overrides), network, loop=scaled, loop_follows=True, **others)
 
 
 # -- what each process has seen ----------------------------------------------------------------------------------------
@@ -163,13 +163,13 @@ def check(row, answers):
     for rank, answer in enumerate(answers):
         assert answer.kind == "done", f"{row.name}: process {rank} {answer.kind}: {answer.value}"
     trained = answers[0].value[0]
-    curve = curve_of(row.case, row.parts, Weights(trained.first_weights))
+    curve = follow(row, trained)
     for rank, (_, seen) in enumerate(answer.value for answer in answers):
         expected = list(zip(curve.scales, curve.num_skipped, strict=True))
         assert seen == expected, f"{row.name}: scales and skips of process {rank}: {seen}, not {expected}"
     assert [point["loss_scale"] for point in trained.history] == curve.scales
     assert [point["skipped_steps"] for point in trained.history] == curve.num_skipped
-    num_steps = row.compared_steps
+    num_steps = STEPS if row.case.is_followed else row.compared_steps
     for name, values in (("loss", curve.losses), ("gradient_norm", curve.norms), ("learning_rate", curve.rates)):
         mine = [point.get(name, math.inf) for point in trained.history[:num_steps]]
         wanted = [value if math.isfinite(value) else math.inf for value in values[:num_steps]]
@@ -178,11 +178,6 @@ def check(row, answers):
         np.testing.assert_allclose(
             trained.weights[name], value.numpy(), rtol=0, atol=row.weight_tolerance, err_msg=f"{row.name}: {name}"
         )
-
-
-@functools.cache
-def curve_of(case, parts, weights):
-    return case.loop(case, weights, parts)
 
 
 # -- models of one's own -----------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """What one process does for a row of the table of parity: trains as a worker does, on rows that are in memory."""
 
 import contextlib
+import tempfile
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from helpers.parity.defects import patched
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -16,9 +18,11 @@ from kftrain.data.tuning import Tuning
 from kftrain.parallel.mesh import Mesh
 from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
+from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
-from kftrain.train import session
+from kftrain.train import micro_batch, session
 from kftrain.train.loop import Loop
+from kftrain.train.reading import Training
 from kftrain.train.recorder import Recorder
 from kftrain.train.step import Carrier, count_loss_terms
 
@@ -35,6 +39,8 @@ class Job:
     """A function: field -> all rows."""
     defect: object = contextlib.nullcontext
     """Of `helpers.parity.defects`: what is broken meanwhile."""
+    follows: bool = False
+    """The weights before each step are told, too."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Trained:
     weights: dict[str, np.ndarray]
     averages: dict[str, np.ndarray] = field(default_factory=dict)
     """What the model has while it is evaluated, where there are averages."""
+    path: list[dict[str, np.ndarray]] = field(default_factory=list)
+    """The weights before each step, where the job follows them."""
 
 
 class Rows:
@@ -95,21 +103,58 @@ def train(world, job):
 def _train(world, job):
     resolved = config.parse(job.text, list(job.overrides))
     mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
+    resolved = with_found_rows(resolved, task, mesh, job.data())
     with contextlib.closing(new_loader(resolved, task, mesh, job.data())) as loader:
         engine, _ = session.build(resolved, task, loader, mesh)
         is_cut = mesh.shape.pipeline > 1
         first = whole(engine.model, is_cut)
         recorder = Recorder([], None, resolved.train.steps)
         liveness = Liveness(lambda: None, COLLECTIVE_SECONDS)
-        rows = Rows(job.data())
+        rows, path = Rows(job.data()), []
+        if job.follows:
+            follow(engine, lambda: path.append(whole(engine.model, is_cut)))
         Loop(resolved, world, engine, loader, rows, NoWriter(), recorder, StopRequest(), liveness).run(0)
-        trained = Trained(first, recorder.history, whole(engine.model, is_cut), averages_of(engine, resolved, is_cut))
+        last, averages = whole(engine.model, is_cut), averages_of(engine, resolved, is_cut)
+        trained = Trained(first, recorder.history, last, averages, path)
     return trained if world.is_main else None
 
 
+def follow(engine, note):
+    """Lets an engine note something before each of its steps."""
+    step = engine.step
+
+    def note_and_step(*arguments):
+        note()
+        return step(*arguments)
+
+    engine.step = note_and_step
+
+
+def with_found_rows(resolved, task, mesh, arrays):
+    """As an attempt puts a number in the place of `train.micro_batch_size: auto`; memory is free for two rows."""
+    if resolved.train.micro_batch_size != "auto":
+        return resolved
+
+    def choose_rows(share, row_bytes, fixed_bytes, _free, before=micro_batch.choose_rows):
+        return before(share, row_bytes, fixed_bytes, (fixed_bytes + 2 * row_bytes) / micro_batch.USED_SHARE + 1)
+
+    def open_loader(training, *_others):
+        return new_loader(training.config, task, mesh, arrays)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patched(micro_batch, "choose_rows", choose_rows),
+        patched(micro_batch, "open_loader", open_loader),
+    ):
+        training = Training(RunPaths.of(folder, "r"), resolved, "", None, {}, task)
+        found = micro_batch.resolve_micro_batch(training, mesh).config
+    assert found.train.micro_batch_size == 2, found.train.micro_batch_size
+    return found
+
+
 def averages_of(engine, resolved, shared_is_equal=False):
-    """What an evaluation computes with; nothing where there are no averages. Collective."""
-    if not resolved.train.average_decay:
+    """What an evaluation computes with, where it is not the weights. Collective."""
+    if not resolved.train.average_decay and resolved.parallel.islands == 1:
         return {}
     with engine.evaluating():
         return whole(engine.model, shared_is_equal)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.parity import oracle as parity_oracle
 from helpers.parity import rank as parity_rank
-from helpers.parity.oracle import Case
+from helpers.parity.oracle import STEPS, Case, Path
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,15 @@ class Row:
     """Places in a batch that the bare loop computes at a time, where that matters; None: all at once."""
     parts_of_stacks: tuple[tuple[int, ...], ...] | None = None
     """The same for the gradients of experts, whose rows come from several processes; None: those of `parts`."""
-    compared_steps: int = parity_oracle.STEPS
+    compared_steps: int = STEPS
     """In bf16 an error of 1e-8 in a weight flips a rounding sooner or later, and the curves part; what of the last
     weights then still is equal, `weight_tolerance` says."""
     slow: bool = False
 
     @property
     def job(self):
-        return parity_rank.Job(self.case.base, (*self.case.overrides, *self.layout), self.case.data)
+        overrides = (*self.case.overrides, *self.layout)
+        return parity_rank.Job(self.case.base, overrides, self.case.data, follows=self.case.is_followed)
 
     def param(self):
         """For `pytest.mark.parametrize`."""
@@ -96,13 +97,21 @@ def check(row, answers):
     trained = answers[0].value
     first = Weights(trained.first_weights)
     assert FIRST_WEIGHTS.setdefault(row.case, first) == first, f"{row.name}: the layout changes the first weights"
-    compare(row, trained, curve_of(row.case, row.parts, row.parts_of_stacks, first))
+    compare(row, trained, follow(row, trained) or curve_of(row.case, row.parts, row.parts_of_stacks, first))
+
+
+def follow(row, trained):
+    """The curve of a case that is followed, which is of this training alone; None of others."""
+    if row.case.is_followed:
+        path = Path(trained.path, row.weight_tolerance)
+        return parity_oracle.run(row.case, trained.first_weights, row.parts, row.parts_of_stacks, path)
+    return None
 
 
 def compare(row, trained, curve):
     """Every recorded number of the steps, and every weight at the end."""
-    assert [point["step"] for point in trained.history] == list(range(1, parity_oracle.STEPS + 1))
-    num_steps = row.compared_steps
+    assert [point["step"] for point in trained.history] == list(range(1, STEPS + 1))
+    num_steps = STEPS if row.case.is_followed else row.compared_steps
     for name, expected, tolerance in (
         ("loss", curve.losses, row.tolerance),
         ("gradient_norm", curve.norms, row.tolerance),

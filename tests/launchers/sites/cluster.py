@@ -13,6 +13,7 @@ from e2e.operator_control import Operator
 from helpers.fakes.object_store import BUCKET
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
+from launchers.at_once import find_shared_folder, hold_lock, make_once
 from launchers.site import Site
 
 from kftrain.launch.kubernetes.labels import SEEN_ANNOTATION
@@ -169,5 +170,11 @@ def _find_image(request, build_flags):
         return named
     builder = request.getfixturevalue("builder")
     builder = dataclasses.replace(builder, flags=f"{builder.flags} {build_flags}")
-    trainer = builder.ensure("trainer", held_images())
-    return builder.derive("faulty", "tests/e2e/faulty.Dockerfile", "tests/e2e", trainer)
+
+    def build():
+        held = held_images()
+        trainer = builder.ensure("trainer", held)
+        return builder.derive("faulty", "tests/e2e/faulty.Dockerfile", "tests/e2e", trainer, held)
+
+    with hold_lock(find_shared_folder(request) / "engine.lock"):  # one folder for what it builds
+        return make_once(request, f"image{build_flags.replace(' ', '')}", build)

@@ -9,5 +9,5 @@ def open_site(request, folder):
         "pytorchjob",
         ("kubeflow.org", "v1", "pytorchjobs"),
         "training-operator",
-        refused={"servers": "a PyTorchJob has no other roles than worker"},
+        refused={"servers": "a PyTorchJob has workers alone"},
     )

@@ -15,7 +15,7 @@ def open_site(request, folder):
         ("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
         "kubeflow-trainer-controller-manager",
         prepare=_create_runtime,
-        refused={"servers": "the runtime of our TrainJobs has workers only"},
+        refused={"servers": "the runtime of our TrainJobs has workers alone"},
     )
 
 

@@ -16,7 +16,7 @@ from kftrain.data.shards import manifest
 from kftrain.launch.base import JobStatus
 from kftrain.launch.kubernetes.control import ClusterJobs
 from kftrain.registry import AuditFinding
-from kftrain.report.versions import ReportedVersion, VersionComparison
+from kftrain.reports.versions import ReportedVersion, VersionComparison
 from kftrain.run.error import read_error
 from kftrain.stages import comparison, preflight
 

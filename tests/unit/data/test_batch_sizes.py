@@ -33,10 +33,6 @@ def test_positions_are_the_sums_of_the_sizes_before(growth, final, num_steps):
     plain = [size for steps, size in growth for _ in range(steps)] + [final] * 40
     assert [sizes.find_size(step) for step in range(num_steps)] == plain[:num_steps]
     assert sizes.count_samples(num_steps) == sum(plain[:num_steps])
-    runs = list(sizes.cut(range(num_steps, num_steps + 9)))
-    assert [step for run in runs for step in run.steps] == list(range(num_steps, num_steps + 9))
-    assert all(run.size == plain[step] for run in runs for step in run.steps)
-    assert all(run.first_sample == sum(plain[: run.steps.start]) for run in runs)
 
 
 @given(GROWTH, st.integers(3, 12), st.integers(1, 3), st.integers(0, 4), st.integers(0, 9), st.integers(0, 5))

@@ -14,9 +14,9 @@ import pytest
 
 from kftrain import config
 from kftrain.errors import ConfigError, FencedError, LaunchError, OtherJobError
-from kftrain.launch import ray, ray_driver, scheduler
+from kftrain.launch import ray_driver, scheduler
 from kftrain.launch.base import build_launcher
-from kftrain.launch.ray_jobs import STOP_FILE_ENV, WORKER_FILE_ENV, parse_job, read_job_standing
+from kftrain.launch.ray_jobs import STOP_FILE_ENV, WORKER_FILE_ENV, assess_output, parse_job
 from kftrain.launch.spec import JobSpec, Role
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "ray.json"
@@ -73,9 +73,11 @@ def test_jobs_of_others_are_none_of_ours():
 
 def test_the_output_says_how_far_a_job_has_come():
     waits = "noise\nkftrain| Ray waits: NO_RESOURCES: two\n"
-    assert read_job_standing(waits).waits_for == "NO_RESOURCES: two"
-    standing = read_job_standing(f"{waits}kftrain| Ray runs the job on a, b\n[rank 0] kftrain| step 3/40: loss 1\nend")
-    assert (standing.waits_for, standing.has_nodes, standing.progress) == ("", True, "step 3/40")
+    job = parse_job(make_job(3))
+    assert assess_output(job, "") == ("Queued", "words of Ray", "", False)
+    assert assess_output(job, waits) == ("Queued", "NO_RESOURCES: two", "", False)
+    works = f"{waits}kftrain| Ray runs the job on a, b\n[rank 0] kftrain| step 3/40: loss 1\nend"
+    assert assess_output(job, works) == ("Training", "", "step 3/40", True)
 
 
 class Dashboard(http.server.ThreadingHTTPServer):
@@ -85,6 +87,8 @@ class Dashboard(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.jobs = []
         self.output = ""
+        self.outputs = {}
+        """Number of a job -> its output, where it is another one."""
         self.requests = []
         self.num_failures = 0
         self.on_submit = lambda content: None
@@ -95,7 +99,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.num_failures:
             self.server.num_failures -= 1
             return self._answer(500, b"Traceback\nRuntimeError: not well")
-        self._answer(200, {"logs": self.server.output} if self.path.endswith("/logs") else self.server.jobs)
+        if not self.path.endswith("/logs"):
+            return self._answer(200, self.server.jobs)
+        number = int(self.path.split("/")[-2].rpartition("-")[2])
+        return self._answer(200, {"logs": self.server.outputs.get(number, self.server.output)})
 
     def do_POST(self):
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -116,7 +123,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def dashboard(monkeypatch):
     monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(ray, "NEXT_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "NEXT_SECONDS", 0.05)
     with Dashboard() as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
@@ -195,10 +202,13 @@ def test_another_configuration_is_refused_and_the_older_launcher_gives_way(dashb
     dashboard.jobs = [{**running, "metadata": {**running["metadata"], "digest": "other"}}]
     with pytest.raises(OtherJobError):
         make_launcher().run(spec)
+    lead = Path(spec.run_uri, "ray", "train.json")
+    assert not lead.exists(), "one that is refused takes no job from another launcher"
     dashboard.jobs = [running]
 
     def come_later(self):
-        Path(spec.run_uri, "ray", "train.json").write_text('{"launcher": "a later one"}')
+        lead.parent.mkdir(parents=True, exist_ok=True)
+        lead.write_text('{"launcher": "a later one"}')
         return [running]
 
     type(dashboard).jobs = property(come_later, lambda self, value: None)
@@ -219,7 +229,7 @@ def test_logs_go_on_with_the_successor_and_end_with_it(dashboard, make_launcher,
     def write(line):
         lines.append(line)
         dashboard.jobs = [*dashboard.jobs[:1], make_running(spec, number=2, status="SUCCEEDED")]
-        dashboard.output = "second\n"
+        dashboard.outputs = {2: "second\n"}
 
     make_launcher().logs(spec.run_uri, "train", True, write)
     assert lines == ["first", "second"]
@@ -263,7 +273,7 @@ def test_a_launcher_that_is_told_to_stop_while_it_submits_leaves_no_job(dashboar
 def test_a_driver_without_ray_says_what_is_missing():
     run = "runpy.run_module('kftrain.launch.ray_driver', None, '__main__')"
     hidden = f"import runpy, sys; sys.modules['ray'] = None; {run}"
-    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
     assert done.returncode == 13 and "install kftrain[train,ray]" in done.stdout, done.stderr
 
 

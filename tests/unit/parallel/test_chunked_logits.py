@@ -7,7 +7,7 @@ from torch import nn
 
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.models.output import ModelOutput
-from kftrain.parallel.chunked_logits import ChunkedLogits, Finisher, find_output_layer
+from kftrain.parallel.chunked_logits import ChunkedLogits, compute_within, end_forward, find_output_layer
 
 ROWS, PLACES, DIM, CLASSES, PADDING = 3, 11, 8, 37, 5
 
@@ -103,10 +103,22 @@ def test_a_hook_that_would_see_the_loss_in_place_of_logits_is_refused():
         find_output_layer(model, [])
 
 
+class Returning(torch.nn.Module):
+    """A model that always returns the same."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.returned = returned
+        end_forward(self)
+
+    def forward(self):
+        return self.returned
+
+
 @pytest.mark.parametrize("wrap", [lambda logits: logits, ModelOutput], ids=["plain", "with an auxiliary loss"])
 def test_a_model_that_makes_logits_beside_its_output_layer_is_refused(wrap):
-    finisher = Finisher()
-    whole, by_chunks = torch.ones(2, 3), ChunkedLogits(*inputs()[0], None, 4)
-    assert finisher.compute(finisher.end(lambda: wrap(by_chunks)), (), lambda returned: 7) == 7
+    whole, by_chunks = Returning(wrap(torch.ones(2, 3))), Returning(wrap(ChunkedLogits(*inputs()[0], None, 4)))
+    assert compute_within(by_chunks, (), lambda returned: 7) == 7
     with pytest.raises(UserCodeError, match=r"model\.forward: forward makes logits without calling its output_layer"):
-        finisher.compute(finisher.end(lambda: wrap(whole)), (), lambda returned: 7)
+        compute_within(whole, (), lambda returned: 7)
+    assert whole() is whole.returned  # who calls the model by itself is given whole logits, after an error too

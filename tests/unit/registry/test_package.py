@@ -46,7 +46,7 @@ def test_the_wheel_holds_every_module_and_its_record_is_right(wheel):
     archive = zipfile.ZipFile(io.BytesIO(wheel.content))
     names = set(archive.namelist())
     assert {"kftrain/__init__.py", "kftrain/components/train.py", "kftrain/pipelines/train.py"} <= names
-    assert {"kftrain/report/templates/page.html", "kftrain/py.typed"} <= names
+    assert {"kftrain/reports/templates/page.html", "kftrain/py.typed"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith("/") or ".." in name]
     [record] = [name for name in names if name.endswith("/RECORD")]
     listed = dict(line.split(",", 1) for line in archive.read(record).decode().splitlines())

@@ -1,15 +1,17 @@
-"""Seeded histories of power cuts, dead workers and lost connections: each finished step is in the table once.
+"""Seeded histories of power cuts, deaths, lost connections, joins and leaves: each finished step is in the table once.
 
 Weights begin at zero and only grow, by whole numbers, so that a float32 sum shows one lost or repeated push whatever
 the order, and an older row that is read after a newer one shows as a smaller number.
 """
 
+import os
 import random
 import threading
 import time
 
 import numpy as np
 import pytest
+from helpers.moving_servers import MovingServers, train
 
 from kftrain.core.frames import Frame, FrameKind
 from kftrain.remote_parameters.client import RemoteTables
@@ -133,6 +135,57 @@ def run_history(folder, seed):
     assert all((np.diff(of_worker, axis=0) >= 0).all() for of_worker in reads), f"seed {seed}: a row got older"
 
 
+def run_history_of_moves(folder, seed):
+    """Servers join and leave, also by dying on the way, connections break, and workers begin anew."""
+    chance = random.Random(f"moves {seed}")
+    table = "name: t, dim: 2, optimizer: sgd, learning_rate: 1.0, initial_scale: 0.0"
+    rule = ["bsp", "ssp, max_steps_ahead: 1", "asp"][seed % 3]
+    servers = MovingServers(folder, chance.randint(1, 3), table, rule)
+    reads = [[] for _ in range(NUM_WORKERS)]
+    chances = [random.Random(f"{seed} {worker}") for worker in range(NUM_WORKERS)]
+
+    def take_step(workers, worker, step):
+        chance = chances[worker]
+        assert workers[worker].clock == step
+        while True:
+            tables = workers[worker]
+            reads[worker].append(-tables.pull("t", KEYS))
+            tables.push("t", *draw_push(seed, worker, step))
+            if chance.random() > 0.1:
+                tables.finish_step()
+                return
+            tables.close()  # its process died, and another one takes its place
+            workers[worker] = servers.connect(worker, 2, RULES[seed % 3])
+
+    def disturb(step):
+        time.sleep(0.004 * chance.random())
+        what = chance.choice(["ask", "ask", "kill", "drop", "nothing", "nothing"])
+        if what == "ask" and not servers.wanted:
+            servers.ask(chance.randint(1, 4))
+        elif what == "kill":
+            joining = [number for number in servers.servers if number >= len(servers.addresses)]
+            servers.stop(chance.choice(joining)) if joining else None
+        elif what == "drop":
+            for connection in list(servers.servers[chance.randrange(len(servers.addresses))]._sockets):
+                connection.close()
+
+    num_steps = 24
+    train(servers, NUM_WORKERS, num_steps, take_step, disturb, RULES[seed % 3], 2)
+    expected = np.zeros((len(KEYS), 2), np.float32)
+    for worker in range(NUM_WORKERS):
+        for step in range(num_steps):
+            keys, gradients = draw_push(seed, worker, step)
+            expected[keys] += gradients
+    rows = servers.collect()
+    epoch = servers.count().epoch
+    servers.stop_all()
+    assert np.array_equal(rows["key"], np.unique(rows["key"])), f"seed {seed}: a row is on two servers"
+    assert np.array_equal(-rows["numbers"], expected[rows["key"]]), f"seed {seed}: a push is lost, or there twice"
+    assert np.count_nonzero(expected.any(1)) == len(rows), f"seed {seed}: a row is lost"
+    assert all((np.diff(of_worker, axis=0) >= 0).all() for of_worker in reads), f"seed {seed}: a row got older"
+    return epoch
+
+
 def make_folder(tmp_path, seed):
     folder = tmp_path / str(seed)
     folder.mkdir()
@@ -144,7 +197,13 @@ def test_every_finished_step_is_in_the_table_once_and_no_row_gets_older(tmp_path
         run_history(make_folder(tmp_path, seed), seed)
 
 
-@pytest.mark.slow  # 100 more histories
+def test_no_push_is_lost_or_done_twice_where_servers_join_and_leave(tmp_path):
+    assert sum(run_history_of_moves(make_folder(tmp_path, seed), seed) for seed in range(8)) >= 8
+
+
+@pytest.mark.slow  # 200 more histories
 def test_more_histories(tmp_path):
-    for seed in range(12, 112):
+    first = int(os.environ.get("KFTRAIN_FIRST_HISTORY", "12"))
+    for seed in range(first, first + 100):
         run_history(make_folder(tmp_path, seed), seed)
+        run_history_of_moves(make_folder(tmp_path, f"moves-{seed}"), seed)

@@ -7,7 +7,7 @@ from helpers.models.toy_task import ToyTask
 from helpers.splits import open_split
 from helpers.toy_data import shard_toy, text_folder, toy_config
 
-from kftrain import report
+from kftrain import reports
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan
@@ -67,7 +67,7 @@ def test_what_verifies_a_dataset_verifies_a_mixture(mixture):
 
 def test_reports_name_the_components_and_what_each_holds(mixture):
     config, result, alone = mixture
-    text = report.render_markdown(report.describe_shards(read_manifest(result.manifest_uri).to_dict()))
+    text = reports.render_markdown(reports.describe_shards(read_manifest(result.manifest_uri).to_dict()))
     for component in config.data.mixture:
         counts = [len(alone[component.name][split]) for split in ("train", "validation")]
         rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith(f"| {component.name} |")]

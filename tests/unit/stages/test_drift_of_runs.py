@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kftrain import config, report, tracking
+from kftrain import config, reports, tracking
 from kftrain.core import storage
 from kftrain.data.schema import Field
 from kftrain.data.shards.manifest import read_manifest
@@ -203,8 +203,8 @@ def test_names_of_values_are_escaped(tmp_path):
     found = Drift(
         before=size, now=size, some=0.1, large=0.25, distributions=[DriftedDistribution(**one, shifts=[shift])]
     )
-    assert "<script>" not in report.render_section(report.describe_shards({}, None, found), "r")
-    assert "<script>" not in report.render_markdown(report.describe_shards({}, None, found)).replace("\\<script", "")
+    assert "<script>" not in reports.render_section(reports.describe_shards({}, None, found), "r")
+    assert "<script>" not in reports.render_markdown(reports.describe_shards({}, None, found)).replace("\\<script", "")
 
 
 FLOATS = """

@@ -65,7 +65,8 @@ def test_the_dry_run_shows_the_table():
     [
         ("launch.device_memory_gib=0", "launch.device_memory_gib: the memory of a GPU"),
         ("launch.device_memory_gib=0.001", "no layout fits; the least state, "),
-        ("model.kind=vision_transformer", "knows the sizes of the built-in transformer only"),
+        ("model.kind=vision_transformer", "built-in transformer only .*parallel.strategy to auto, which weighs any"),
+        ("model.kind=my.module:Own", "built-in transformer only .*parallel.strategy to auto, which weighs any"),
     ],
 )
 def test_what_cannot_be_weighed_is_refused(override, message):

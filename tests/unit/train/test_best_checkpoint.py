@@ -11,7 +11,7 @@ from helpers import in_process, jobs
 from helpers.models import overfitting, regression
 from safetensors.torch import load_file
 
-from kftrain import config, report
+from kftrain import config, reports
 from kftrain.cli.jobs import write_table
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, Preempted
@@ -196,8 +196,8 @@ def test_where_no_value_is_finite_the_last_one_is_the_model_and_the_log_says_so(
     assert (found.step, found.selection.step, found.selection.value) == (120, 0, None)
     line = "no finite validation/none in 12 evaluations: the last checkpoint is the model"
     assert f"warning: {line}" in capsys.readouterr().out
-    page = report.render_section(
-        report.describe_training(resolved, found, storage.read_json(paths.history)),
+    page = reports.render_section(
+        reports.describe_training(resolved, found, storage.read_json(paths.history)),
         resolved.run.name,
         resolved.to_yaml(),
     )
@@ -278,8 +278,8 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next_best_which_everybody_is
     assert found.metrics["validation/mse"] == errors[second] and f"-{second:08d}-" in found.checkpoint_uri
     said = f"of step {best}, is damaged or gone: that of step {second} is exported as the model"
     assert said in capsys.readouterr().out
-    page = report.render_section(
-        report.describe_training(resolved, found, storage.read_json(paths.history)),
+    page = reports.render_section(
+        reports.describe_training(resolved, found, storage.read_json(paths.history)),
         resolved.run.name,
         resolved.to_yaml(),
     )
@@ -325,8 +325,8 @@ def test_where_none_is_whole_the_advice_is_to_resume_which_goes_on_from_an_earli
 def test_a_run_says_which_step_and_why(whole):
     paths, resolved, found = whole
     line = found.explain_choice(120)
-    assert line in report.render_section(
-        report.describe_training(resolved, found, storage.read_json(paths.history)),
+    assert line in reports.render_section(
+        reports.describe_training(resolved, found, storage.read_json(paths.history)),
         resolved.run.name,
         resolved.to_yaml(),
     ).replace("Best", "best")

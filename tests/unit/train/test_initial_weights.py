@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import random
+import traceback
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kftrain import config
+from kftrain.parallel import initialize
 from kftrain.parallel.mesh import Mesh
 from kftrain.tasks import build_task
 from kftrain.train import optimizer, session
@@ -258,3 +260,11 @@ def test_what_nobody_has_seeded_or_is_computed_from_weights_is_that_of_the_first
 def test_what_cannot_be_initialised_is_refused_in_one_line_on_all_processes(name, message):
     for answer in ranks.on(2, found_in, own(name)):
         assert isinstance(answer, str) and answer.startswith(message) and "\n" not in answer, answer
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch formats no stack where there is a device")
+def test_seeds_are_those_of_torch_without_a_stack_for_each_missing_device(monkeypatch):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    monkeypatch.setattr(traceback, "format_stack", lambda *_: pytest.fail("it takes milliseconds"))
+    assert torch.rand(3, generator=initialize.seed_all(7)).equal(expected)

@@ -12,6 +12,7 @@ from kftrain.data.counters import Counters
 from kftrain.data.decoding import BadSample
 from kftrain.errors import CheckpointError, DataError, DivergedError, Preempted, StorageError
 from kftrain.parallel.distributed import Part
+from kftrain.parallel.shape import Shape
 from kftrain.run.selection import BestEvaluation
 from kftrain.train import loop as loop_module
 from kftrain.train import saves
@@ -58,6 +59,7 @@ class Fakes:
     rank = 0
     size = 1
     is_main = True
+    rows = None
 
     def __init__(self, bad_steps=(), busy_at=()):
         self.events = []
@@ -111,6 +113,12 @@ class Fakes:
 
     data_rank = 0
     counts_rows = True
+
+    shape = Shape()
+
+    def sum_both(self, of_island, of_all):
+        terms, *sums = self.sum([of_island[0], *of_all, *of_island[1:]])
+        return [terms, *sums[len(of_all) :]], sums[: len(of_all)]
 
     def sum_of_losses(self, values):
         return self.sum(values)
@@ -313,6 +321,29 @@ def test_a_step_that_diverges_is_not_committed_where_its_checkpoint_would_come_o
     with pytest.raises(DivergedError, match="step 5 is not finite"):
         make(stopped).run(0)
     assert stopped.saved == [(3, 12)] and len(stopped.events) == 5
+
+
+def test_an_island_that_diverges_ends_the_training_of_all_where_they_record_or_save(make):
+    fakes = Fakes(bad_steps=[3])
+    fakes.shape = Shape(islands=2)
+    with pytest.raises(DivergedError, match="step 4 is not finite"):
+        make(fakes, "train.log_interval_steps=5").run(0)
+    assert len(fakes.events) == 5 and fakes.saved == [(3, 12)]
+    well = Fakes()
+    well.shape, well.gather = Shape(islands=2), lambda value: [value, DivergedError("elsewhere").to_dict()]
+    with pytest.raises(DivergedError, match="elsewhere"):
+        make(well, "train.log_interval_steps=5").run(0)
+    assert len(well.events) == 3 and not well.saved
+
+
+def test_the_log_shows_the_mean_loss_of_islands(make):
+    alone, islands = Fakes(), Fakes()
+    islands.shape, islands.sum_of_losses = Shape(islands=2), lambda values: [2 * value + 3 for value in values]
+    losses = []
+    for fakes in (alone, islands):
+        make(fakes).run(0)
+        losses.append([values["loss"] for _, values, *_ in fakes.points if values != "validation"])
+    assert losses[1] == [loss + 1.5 for loss in losses[0]]
 
 
 def test_samples_that_are_left_out_are_counted_and_saved_and_too_many_end_the_run(make, monkeypatch):

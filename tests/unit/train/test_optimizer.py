@@ -30,4 +30,4 @@ def test_an_update_equals_torchs_adamw_with_decay_on_matrices_only():
 def test_the_rate_is_set_on_every_group():
     optimizer = build_optimizer(torch.nn.Linear(2, 2), OptimizerConfig())
     optimizer.set_learning_rate(0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    assert [group["lr"] for group in optimizer.members[0].param_groups] == [0.25, 0.25]

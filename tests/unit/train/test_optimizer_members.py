@@ -38,6 +38,10 @@ def config(kind, **options):
     return OptimizerConfig(kind=kind, learning_rate=0.05, weight_decay=0.1, **options)
 
 
+def state_of(optimizer):
+    return {parameter: kept for member in optimizer.members for parameter, kept in member.state.items()}
+
+
 def stepped(model, optimizer, steps=5):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -170,7 +174,9 @@ def test_the_first_pattern_that_fits_counts_and_rates_are_multiples():
     found = dict(
         itertools.chain.from_iterable(
             [(name, (group["lr"], group["weight_decay"])) for name in names]
-            for names, group in zip(names_in(model, optimizer.param_groups), optimizer.param_groups, strict=True)
+            for names, group in zip(
+                names_in(model, optimizer.members[0].param_groups), optimizer.members[0].param_groups, strict=True
+            )
         )
     )
     assert len(found) == len(list(model.parameters()))
@@ -182,9 +188,9 @@ def test_the_first_pattern_that_fits_counts_and_rates_are_multiples():
 def test_a_tied_weight_is_in_one_group_by_any_of_its_names():
     model = Net(tied=True)
     optimizer = build_optimizer(model, config("adamw", groups=({"pattern": "head.*", "learning_rate_scale": 3.0},)))
-    assert names_in(model, optimizer.param_groups)[0] == ["embed.weight"]
+    assert names_in(model, optimizer.members[0].param_groups)[0] == ["embed.weight"]
     optimizer.set_learning_rate(1.0)
-    assert [group["lr"] for group in optimizer.param_groups] == [3.0, 1.0, 1.0]
+    assert [group["lr"] for group in optimizer.members[0].param_groups] == [3.0, 1.0, 1.0]
 
 
 def test_a_pattern_that_fits_nothing_is_refused_with_near_names():
@@ -202,7 +208,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
     after = stepped(model, optimizer)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if not name.startswith("blocks.0.")}
-    assert {parameter for parameter in optimizer.state} == {p for p in model.parameters() if p.requires_grad}
+    assert {parameter for parameter in state_of(optimizer)} == {p for p in model.parameters() if p.requires_grad}
 
 
 def test_freezing_all_is_refused():
@@ -214,10 +220,10 @@ def test_freezing_all_is_refused():
 def test_the_state_is_there_before_the_first_step(kind):
     model = Net()
     optimizer = build_optimizer(model, config(kind), BLOCKS)
-    before = {parameter: set(kept) for parameter, kept in optimizer.state.items()}
+    before = {parameter: set(kept) for parameter, kept in state_of(optimizer).items()}
     assert set(before) == set(model.parameters())
     stepped(model, optimizer, steps=1)
-    assert {parameter: set(kept) for parameter, kept in optimizer.state.items()} == before
+    assert {parameter: set(kept) for parameter, kept in state_of(optimizer).items()} == before
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "adafactor", "lamb"])
@@ -230,8 +236,8 @@ def test_a_parameter_without_a_gradient_is_left_alone(kind):
     before = model.blocks[0][0].weight.detach().clone()
     optimizer.step(torch.zeros(()))
     assert torch.equal(model.blocks[0][0].weight, before)
-    assert float(optimizer.state[model.blocks[0][0].weight]["step"]) == 0
-    assert float(optimizer.state[model.blocks[1][0].weight]["step"]) == 1
+    assert float(state_of(optimizer)[model.blocks[0][0].weight]["step"]) == 0
+    assert float(state_of(optimizer)[model.blocks[1][0].weight]["step"]) == 1
 
 
 @pytest.mark.parametrize(

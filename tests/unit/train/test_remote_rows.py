@@ -1,5 +1,7 @@
 """A training whose rows lie on servers: the numbers of a bare loop, one cut with the dense part, and its export."""
 
+import time
+
 import numpy as np
 import pandas
 import pytest
@@ -11,13 +13,18 @@ from torch import nn
 
 from kftrain.checkpoint.export import load_export
 from kftrain.core import storage
-from kftrain.errors import CheckpointError, ConfigError, DivergedError, Preempted, UserCodeError
+from kftrain.core.frames import Frame, FrameKind
+from kftrain.errors import CheckpointError, ConfigError, DivergedError, Preempted, RetryableError, UserCodeError
 from kftrain.models.click_network import ClickNetwork
 from kftrain.registry.pyfunc_loader import ExportedModel
+from kftrain.remote_parameters import control
+from kftrain.remote_parameters.client import RemoteTables
 from kftrain.run import commit, documents
+from kftrain.run.commit import CheckpointName
 from kftrain.run.documents import Completion
 from kftrain.server.settings import ServerConfig, TableConfig
 from kftrain.server.table import build_spec, draw_initial_weights
+from kftrain.sharding.sources.clicks import ClicksSource
 from kftrain.tasks.click_prediction import ClickPrediction
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,6 +132,61 @@ def test_a_resumed_run_has_the_tables_of_one_that_was_never_stopped(prepare, mon
     assert [str(name) for name in commit.list_committed(paths)] == storage.list_names(paths.checkpoints)
 
 
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_other_numbers_of_servers_hold_the_same_rows(prepare, monkeypatch, tmp_path, num_servers):
+    paths, resolved = prepare("server.num_servers=2", "train.steps=4", f"run.name=of-{num_servers}")
+    train((paths, resolved), monkeypatch, tmp_path)
+    step = commit.find_last_step(paths)
+    expected = [clicks.rows_of(find_checkpoint(paths), kind) for kind in ("rows", "candidates")]
+    resolved = resolved.model_copy(update={"server": resolved.server.model_copy(update={"num_servers": num_servers})})
+    with clicks.serving(paths, resolved, monkeypatch, tmp_path) as servers:
+        addresses = control.find_servers(paths.servers, num_servers, 10)
+        control.load_all(addresses, clicks.SECRET.encode(), Frame(FrameKind.LOAD, clock=step, sequence=1))
+        control.ask_all(addresses, clicks.SECRET.encode(), Frame(FrameKind.SAVE, clock=step, sequence=99))
+        assert all(len(server._state.tables[0]) for server in servers)
+    uri = f"{paths.checkpoints}/{CheckpointName(step, 99)}"
+    for kind, rows in zip(("rows", "candidates"), expected, strict=True):
+        assert clicks.rows_of(uri, kind).tobytes() == rows.tobytes()
+
+
+@pytest.mark.slow
+def test_what_int8_learns_is_as_good_as_what_fp32_learns(tmp_path, monkeypatch):
+    """On clicks whose teacher is known, by the area under the curve of samples that nobody was trained on."""
+    source = ClicksSource(num_rows=60_000, num_fields=3, num_keys=1000, exponent=1.05)
+    monkeypatch.setattr(clicks, "SOURCE", source)
+    ids, labels, log_odds = source.draw(source.num_rows, source.num_rows)
+    sizes = ["train.steps=160", "train.global_batch_size=256", "checkpoint.interval_steps=160"]
+    sizes += ["server.tables=[{name: ids, dim: 4, learning_rate: 0.1}]", "optimizer.learning_rate=0.1"]
+    areas, data = {}, None
+    for encoding in ("fp32", "int8"):
+        paths, resolved = jobs.prepare(tmp_path, clicks.TEXT, [*sizes, f"server.encoding={encoding}"], encoding, data)
+        data = data or paths
+        train((paths, resolved), monkeypatch, tmp_path)
+        completion = documents.read(Completion, paths.complete)
+        model = load_export(completion.export_uri, completion.export_digest).model
+        areas[encoding] = roc_auc_score(labels, model(torch.from_numpy(ids)).detach().numpy())
+    assert 0.7 < areas["fp32"] < roc_auc_score(labels, log_odds)
+    assert areas["int8"] > areas["fp32"] - 0.001, areas
+
+
+def test_a_checkpoint_waits_for_the_gradients_of_a_step(prepare, monkeypatch, tmp_path):
+    paths, resolved = prepare("train.steps=1")
+    secret = clicks.SECRET.encode()
+    with clicks.serving(paths, resolved, monkeypatch, tmp_path) as (server,):
+        addresses = control.find_servers(paths.servers, 1, 10)
+        control.load_all(addresses, secret, Frame(FrameKind.LOAD))
+        tables = RemoteTables(addresses, {"ids": 4}, 0, secret)
+        tables.push("ids", np.array([3]), np.ones((1, 4), np.float32))
+        while server._state.is_between_steps:
+            time.sleep(0.01)
+        with pytest.raises(RetryableError, match="could not save"):
+            control.ask_all(addresses, secret, Frame(FrameKind.SAVE, clock=1, sequence=1))
+        tables.finish_step()
+        control.ask_all(addresses, secret, Frame(FrameKind.SAVE, clock=1, sequence=1))
+        tables.close()
+    assert clicks.rows_of(f"{paths.checkpoints}/{CheckpointName(1, 1)}")["key"].tolist() == [3]
+
+
 def test_what_was_done_after_the_cut_is_forgotten_by_servers_that_live_on(prepare, monkeypatch, tmp_path):
     """Pods of servers outlive workers that are replaced: the next attempt tells them where to begin."""
     whole = prepare(run_id="whole")
@@ -218,6 +280,7 @@ def test_a_run_without_its_secret_is_refused(prepare, monkeypatch):
 REFUSED = {
     "server.num_servers=0": "set both num_servers and tables",
     "server.consistency=ssp": "needs at least 1",
+    "server.copies=2": "num_servers must be at least 2",
     "parallel.strategy=fsdp": "parallel.strategy must be ddp with tables",
     "precision.compute=bf16": "precision.compute must be fp32 with tables",
     "train.average_decay=0.9": "train.average_decay must be left out with tables",
@@ -239,7 +302,9 @@ def test_a_clock_rule_changes_the_training_and_the_number_of_servers_does_not(pr
     other = TableConfig(name="ids", dim=clicks.DIM, optimizer="sgd", learning_rate=1.0)
     for changes, is_same in (
         ({"num_servers": 5}, True),
+        ({"copies": 2, "num_servers": 2}, True),
         ({"consistency": "asp"}, False),
+        ({"encoding": "bf16"}, False),
         ({"tables": (other,)}, False),
     ):
         server = ServerConfig(**{**dict(resolved.server), **changes})

@@ -211,7 +211,8 @@ def full(engine):
     every = engine.model.state_dict() | {
         f"{key}/{name}": value
         for name, parameter in engine.model.named_parameters()
-        for key, value in engine.optimizer.state[parameter].items()
+        for member in engine.optimizer.members
+        for key, value in member.state.get(parameter, {}).items()
     }
     return {name: (v.full_tensor() if isinstance(v, DTensor) else v).clone().numpy() for name, v in every.items()}
 

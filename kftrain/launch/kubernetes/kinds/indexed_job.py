@@ -8,12 +8,12 @@ only ends a job without one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from kftrain.config import Config
 from kftrain.errors import FIRST_RETRYABLE_CODE
 from kftrain.launch.kubernetes import pod
-from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED, Kind, Object
+from kftrain.launch.kubernetes.kinds.kind import Kind, Object
 from kftrain.launch.kubernetes.settings import FabricConfig
 from kftrain.launch.spec import WORKER, JobSpec
 
@@ -31,18 +31,14 @@ class IndexedJob(Kind):
     replaces_failed_pods = True
     job_name_label = "batch.kubernetes.io/job-name"
     index_label = "batch.kubernetes.io/job-completion-index"
-    condition_names: ClassVar = {"Complete": SUCCEEDED, "Failed": FAILED, "Suspended": SUSPENDED}
 
     def build_specification(self, spec: JobSpec, config: Config) -> Object:
         """Build the `spec`; its pods need no GPU and do not meet: see `Kind.build_specification`."""
         settings = config.launch.kubernetes.model_copy(update={"gpus_per_node": 0, "fabric": FabricConfig()})
         template, num_pods = pod.build_template(self, spec, spec.workers, settings), spec.workers.replicas
-        return {
-            **build_job(
-                self.container, num_pods, template, num_pods * (config.launch.max_restarts_without_progress + 1)
-            ),
-            **({"suspend": True} if settings.queue else {}),  # the queue lets it go
-        }
+        max_failures = num_pods * (config.launch.max_restarts_without_progress + 1)
+        suspension = {"suspend": True} if settings.queue else {}  # the queue lets it go
+        return {**build_job(self.container, num_pods, template, max_failures), **suspension}
 
     def build_address(self, spec: JobSpec) -> str:
         """Return nothing, since the pods do not meet: see `Kind.build_address`."""

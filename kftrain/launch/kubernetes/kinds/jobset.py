@@ -8,12 +8,12 @@ complete when its workers are; then its controller ends the other roles.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from kftrain.config import Config
 from kftrain.launch.kubernetes import pod
 from kftrain.launch.kubernetes.kinds import indexed_job
-from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED, Kind, Object
+from kftrain.launch.kubernetes.kinds.kind import Kind, Object
 from kftrain.launch.spec import WORKER, JobSpec, Role
 
 MAX_FAILURES = 1000
@@ -34,17 +34,14 @@ class JobSet(Kind):
     job_name_label = "jobset.sigs.k8s.io/jobset-name"
     index_label = "batch.kubernetes.io/job-completion-index"
     role_label = "jobset.sigs.k8s.io/replicatedjob-name"
-    condition_names: ClassVar = {"Completed": SUCCEEDED, "Failed": FAILED, "Suspended": SUSPENDED}
     max_name_length = 44  # JobSet wants `<job>-<role>-0-<index>-<5 characters>` to fit into 63
 
     def build_specification(self, spec: JobSpec, config: Config) -> Object:
         """Build the `spec`: a replicated job for each role. See `Kind.build_specification`."""
         return {
             "replicatedJobs": [self._build_role(spec, role, config) for role in spec.roles],
-            "network": {
-                "enableDNSHostnames": True,
-                "publishNotReadyAddresses": True,
-            },  # they meet before they are ready
+            # They meet before they are ready.
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [WORKER]},
             "failurePolicy": {"maxRestarts": 0},
             **({"suspend": True} if config.launch.kubernetes.queue else {}),  # the queue lets it go

@@ -70,8 +70,8 @@ class Kind(ABC):
     """Keys that lead to the field by which queues and people take the pods away."""
     max_name_length: ClassVar[int] = 52
     """Characters of a job's name: pods and host names, `<job>-<role>-<index>` or so, must fit into 63."""
-    condition_names: ClassVar[Mapping[str, str]] = {}
-    """The kind's own words for Succeeded, Failed and Suspended, where they differ: its word -> ours."""
+    condition_names: ClassVar[Mapping[str, str]] = {"Complete": SUCCEEDED, "Completed": SUCCEEDED}
+    """Words of kinds for Succeeded, Failed and Suspended, where they differ from ours: its word -> ours."""
 
     @abstractmethod
     def build_specification(self, spec: JobSpec, config: Config) -> Object:

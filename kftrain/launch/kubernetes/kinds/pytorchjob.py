@@ -12,13 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kftrain.config import Config
-from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import pod
 from kftrain.launch.kubernetes.kinds.kind import Kind, Object
-from kftrain.launch.spec import WORKER, JobSpec
-
-REPLICA_TYPES = {WORKER: "Worker"}
-"""Role -> the operator's name of its replica type."""
+from kftrain.launch.spec import WORKER, JobSpec, require_workers_alone
 
 TTL_SECONDS = 24 * 60 * 60
 """Seconds after which a finished job is deleted: a safety net, as the launcher deletes its jobs itself."""
@@ -45,7 +41,8 @@ class PyTorchJob(Kind):
         from kubeflow.training import models
         from kubernetes.client import ApiClient
 
-        _require_expressible(spec)
+        # Its other place, Master, is none for a role beside the workers: such a job succeeds when that one does.
+        require_workers_alone(spec, "a PyTorchJob")
         settings = config.launch.kubernetes
         document = ApiClient().sanitize_for_serialization(
             models.KubeflowOrgV1PyTorchJobSpec(
@@ -56,12 +53,11 @@ class PyTorchJob(Kind):
                     suspend=True if settings.queue else None,  # the queue lets it go
                 ),
                 pytorch_replica_specs={
-                    REPLICA_TYPES[role.name]: models.KubeflowOrgV1ReplicaSpec(
-                        replicas=role.replicas,
+                    "Worker": models.KubeflowOrgV1ReplicaSpec(
+                        replicas=spec.workers.replicas,
                         restart_policy="ExitCode",
-                        template=pod.build_template(self, spec, role, settings),
+                        template=pod.build_template(self, spec, spec.workers, settings),
                     )
-                    for role in spec.roles
                 },
             )
         )
@@ -80,21 +76,6 @@ class PyTorchJob(Kind):
     def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         """Return the pod templates of all replica types: see `Kind.list_pod_templates`."""
         return [replica["template"] for replica in job["spec"]["pytorchReplicaSpecs"].values()]
-
-
-def _require_expressible(spec: JobSpec) -> None:
-    """Raise LaunchError for a role that a PyTorchJob has no place for.
-
-    Its other place, Master, is none for a role beside the workers: a job with a Master succeeds when that one does.
-    """
-    others = [role.name for role in spec.roles if role.name not in REPLICA_TYPES]
-    if others:
-        raise LaunchError(
-            f"a PyTorchJob has no other roles than {', '.join(REPLICA_TYPES)}",
-            where=f"{spec.task} job of {spec.run_uri}",
-            value=", ".join(others),
-            fix="launch it with a backend that runs all of them: launch.backend=local",
-        )
 
 
 KIND = PyTorchJob()

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 from kftrain.config import Config
 from kftrain.core import storage
-from kftrain.errors import LaunchError, Preempted
+from kftrain.errors import Preempted
 from kftrain.launch.kubernetes import pod
 from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED, Kind, Object
 from kftrain.launch.ray_jobs import STOP_FILE_ENV, WORKER_FILE_ENV, build_entrypoint, parse_exit_code
-from kftrain.launch.spec import NODE_RANK_ENV, WORKER, JobSpec
+from kftrain.launch.spec import NODE_RANK_ENV, WORKER, JobSpec, require_workers_alone
 
 RAY_VERSION = "2.60.0"
 """Version of Ray in our image. From 2.53 on KubeRay asks Ray itself for its health, and needs no wget in the image."""
@@ -61,7 +61,7 @@ class KubeRayJob(Kind):
 
     def build_specification(self, spec: JobSpec, config: Config) -> Object:
         """Build the `spec`: the cluster, and the driver as its entrypoint. See `Kind.build_specification`."""
-        _require_workers_alone(spec)
+        require_workers_alone(spec, "a RayJob")  # the driver places equal nodes
         settings = config.launch.kubernetes
         gpus = {"GPU": settings.gpus_per_node} if settings.gpus_per_node else {}
         # Pods have the environment already, and secrets; the first process of the head's pod writes the pod's log.
@@ -108,6 +108,8 @@ class KubeRayJob(Kind):
             {"name": WORKER_FILE_ENV, "value": WORKER_FILE},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
             {"name": "RAY_NUM_REDIS_GET_RETRIES", "value": str(HEAD_SECONDS // 2)},
+            # The hook below has waited already; Ray would ask a head that is gone, and hold up the next attempt.
+            {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"},
         ]
         container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/bash", "-c", STOP_WORKER]}}}
         template["metadata"]["labels"][self.job_name_label] = self.make_job_name(spec)
@@ -159,17 +161,6 @@ class KubeRayJob(Kind):
     def read_config_digest(self, job: Mapping[str, Any]) -> str:
         """Return the digest among the job's metadata for Ray: see `Kind.read_config_digest`."""
         return str((job["spec"].get("metadata") or {}).get("digest", ""))
-
-
-def _require_workers_alone(spec: JobSpec) -> None:
-    """Raise LaunchError for a role beside the workers: the driver places equal nodes."""
-    if spec.others:
-        raise LaunchError(
-            "a RayJob has workers alone",
-            where=f"{spec.task} job of {spec.run_uri}",
-            value=", ".join(role.name for role in spec.others),
-            fix="launch it with a backend that runs all of them: launch.backend=jobset",
-        )
 
 
 KIND = KubeRayJob()

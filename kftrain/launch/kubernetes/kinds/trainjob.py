@@ -9,14 +9,14 @@ place in a patch is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from kftrain.config import Config
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import pod
-from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED, Kind, Object
+from kftrain.launch.kubernetes.kinds.kind import Kind, Object
 from kftrain.launch.kubernetes.settings import KubernetesConfig
-from kftrain.launch.spec import WORKER, JobSpec
+from kftrain.launch.spec import WORKER, JobSpec, require_workers_alone
 
 RUNTIME = "kftrain"
 """Name of our TrainingRuntime."""
@@ -27,10 +27,7 @@ MANAGER = "kftrain.io/launcher"
 NODES = "node"
 """Name of the runtime's replicated job, and of the container in its pods; Trainer wants it."""
 
-PATCHED = (
-    *("volumes", "nodeSelector", "affinity", "tolerations", "imagePullSecrets"),
-    "terminationGracePeriodSeconds",
-)
+PATCHED = ("volumes", "nodeSelector", "affinity", "tolerations", "imagePullSecrets", "terminationGracePeriodSeconds")
 """Fields of a pod that depend on the configuration and that a patch may set."""
 
 RUNTIME_SETTINGS = ("image_pull_policy", "secrets", "priority_class")
@@ -51,7 +48,6 @@ class TrainJob(Kind):
     container = NODES
     job_name_label = "jobset.sigs.k8s.io/jobset-name"
     index_label = "batch.kubernetes.io/job-completion-index"
-    condition_names: ClassVar = {"Complete": SUCCEEDED, "Failed": FAILED, "Suspended": SUSPENDED}
     max_name_length = 46  # JobSet wants `<job>-node-0-<index>-<5 characters>` to fit into 63
 
     def build_specification(self, spec: JobSpec, config: Config) -> Object:
@@ -98,11 +94,7 @@ class TrainJob(Kind):
 
 def _require_expressible(spec: JobSpec, settings: KubernetesConfig) -> None:
     """Raise LaunchError for a role, a queue or a setting of the pods that a TrainJob has no place for."""
-    where = f"{spec.task} job of {spec.run_uri}"
-    if spec.others:
-        others = ", ".join(role.name for role in spec.others)
-        fix = "launch it with a backend that runs all of them: launch.backend=local"
-        raise LaunchError("the runtime of our TrainJobs has workers only", where=where, value=others, fix=fix)
+    require_workers_alone(spec, "the runtime of our TrainJobs")
     if settings.queue:
         raise LaunchError(
             "no version of Kueue was tried with TrainJobs of Trainer 2.3",

@@ -280,7 +280,7 @@ def test_a_role_that_has_no_place_in_the_job_is_refused(name):
     training = spec.make_job(TRAINING, RunPaths.of(resolved.run.storage_root, "r"), resolved)
     both = dataclasses.replace(training, roles=(*training.roles, spec.Role(name, 1, 1, (name,))))
     with pytest.raises(
-        LaunchError, match=rf"train job of s3://.*no other roles than worker \(got '?{name}'?\); "
+        LaunchError, match=rf"train job of s3://.*a PyTorchJob has workers alone \(got '?{name}'?\); "
     ) as caught:
         KIND.build(both, resolved)
     assert caught.value.exit_code == 13

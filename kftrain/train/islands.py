@@ -1,0 +1,126 @@
+"""Islands: groups of processes that train alone, and agree on new parameters every so many steps.
+
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105): all islands begin with the same outer parameters. After H steps of its
+own an island's outer gradient is what it has moved by, outer - inner. The mean over the islands is the gradient of an
+outer optimizer, which moves the outer parameters; from these all go on, each with the inner optimizer that it has.
+`average` is a step of 1 without momentum: local SGD (Stich 2018, arXiv:1805.09767).
+
+The exchange is a collective along the axis `islands` (`parallel/outer_exchange.py`): each process exchanges its own
+part of what `fsdp` shards, and keeps the outer parameters and the outer momentum of that part. It comes after each H-th
+step, and after the last one of the training. A step that an island skips (its gradient is not finite) counts.
+
+A checkpoint holds the outer parameters as its `model`. These are what all islands agree on, and what evaluation and
+export take; between two exchanges they are those of the last one. Beside them it holds what each island has for itself:
+its parameters, its optimizer, what its numbers have lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from kftrain.parallel.distributed import Part
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.outer_exchange import OuterExchange
+from kftrain.parallel.sharded import local, spread_like
+from kftrain.train.averages import standing_in
+from kftrain.train.optimizer import list_parameter_names
+from kftrain.train.settings import TrainConfig
+
+PART = "islands"
+"""Name of the part of a checkpoint: the outer momentum, and what each island has for itself."""
+
+
+class Islands:
+    """The outer parameters and their optimizer, in fp32, cut over the processes of an island as the parameters are."""
+
+    def __init__(self, model: nn.Module, train: TrainConfig, mesh: Mesh) -> None:
+        """Begin with the parameters of now, which are those of all islands."""
+        self._names = {weight: names for weight, names in list_parameter_names(model).items() if weight.requires_grad}
+        self._island = str(mesh.island)
+        self._train = train
+        self._sizes = [weight.numel() for weight in self._weights]
+        self._outer = self._flatten(self._weights)
+        self._momentum = torch.zeros_like(self._outer)
+        self._exchange = OuterExchange(mesh, train.outer.encoding, len(self._outer), self._outer.device)
+
+    @property
+    def _weights(self) -> list[torch.Tensor]:
+        """This process's parts of the parameters. FSDP may move them in memory before its first pass."""
+        return [local(weight.detach()) for weight in self._names]
+
+    def finish_step(self, first_sample: int) -> None:
+        """Exchange outer gradients if this is the time. `first_sample`: number of the step's. Collective then."""
+        # By the sample, so that nothing counts steps, and an attempt that goes on exchanges after the same ones.
+        num_steps = first_sample // self._train.global_batch_size + 1
+        if num_steps % self._train.outer.steps == 0 or num_steps == self._train.steps:
+            self._move(self._exchange.average(self._outer - self._flatten(self._weights)))
+
+    @torch.no_grad()
+    def _move(self, gradient: torch.Tensor) -> None:
+        """Move the outer parameters as `torch.optim.SGD` does with `nesterov`, and go on from there."""
+        outer = self._train.outer
+        if outer.optimizer == "average":
+            self._outer.sub_(gradient)
+        else:
+            self._momentum.mul_(outer.momentum).add_(gradient)
+            self._outer.sub_(gradient.add(self._momentum, alpha=outer.momentum), alpha=outer.learning_rate)
+        self._set_weights(self._outer)
+
+    def in_place(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Give the model the outer parameters within the block, which may compute but not train."""
+        return standing_in(model, self._weights, self._split_vector(self._outer))
+
+    def make_parts(self, parts: dict[str, Part]) -> dict[str, Part]:
+        """Make the parts of a checkpoint of those of an island: its `model` and its `optimizer`."""
+        model, optimizer = parts["model"], parts["optimizer"]
+
+        def save_model() -> dict[str, Any]:
+            state, outer = model.save(), self._name(self._outer)
+            return {name: outer.get(name, value) for name, value in state.items()}
+
+        def load_model(state: dict[str, Any]) -> None:
+            self._outer.copy_(self._collect(state))
+            model.load(state)
+
+        def save_island() -> dict[str, Any]:
+            kept = {"weights": self._name(self._flatten(self._weights)), "optimizer": optimizer.save()}
+            if self._exchange.has_feedback:
+                kept["lost"] = self._name(self._exchange.list_lost())
+            return {"momentum": self._name(self._momentum), "of": {self._island: kept}}
+
+        def load_island(state: dict[str, Any]) -> None:  # after the model, which has the outer parameters by then
+            kept = state["of"][self._island]
+            self._momentum.copy_(self._collect(state["momentum"]))
+            self._set_weights(self._collect(kept["weights"]))
+            optimizer.load(kept["optimizer"])
+            if self._exchange.has_feedback:
+                self._exchange.set_lost(self._collect(kept["lost"]))
+
+        return {"model": Part(1, save_model, load_model), PART: Part(1, save_island, load_island)}
+
+    @torch.no_grad()
+    def _set_weights(self, vector: torch.Tensor) -> None:
+        for weight, value in zip(self._weights, self._split_vector(vector), strict=True):
+            weight.copy_(value)
+
+    def _flatten(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return a copy of all numbers as one vector, each tensor in the order of its indices."""
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+    def _split_vector(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' parts of a vector, in the same memory."""
+        parts = torch.split(vector, self._sizes)
+        return [part.view(weight.shape) for part, weight in zip(parts, self._weights, strict=True)]
+
+    def _name(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what a vector holds of each parameter, spread as that is, by all names."""
+        named = zip(self._names.items(), self._split_vector(vector), strict=True)
+        return {name: spread_like(weight, part) for (weight, names), part in named for name in names}
+
+    def _collect(self, state: dict[str, Any]) -> torch.Tensor:
+        """Return the vector of which a state has the parameters' parts."""
+        return self._flatten([local(state[names[0]]) for names in self._names.values()])

@@ -1,0 +1,179 @@
+"""Cases of islands: a bare loop trains the networks of all islands by turns, and moves the outer ones with numpy."""
+
+import contextlib
+import functools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from helpers.parity import optimizers
+from helpers.parity.compression import BLOCK, fused_adamw, rounded
+from helpers.parity.defects import patched
+from helpers.parity.oracle import STEPS, Case, Curve, same_llama
+
+from kftrain.parallel.outer_exchange import OuterExchange
+from kftrain.train.islands import Islands
+
+
+@dataclass(frozen=True)
+class How:
+    """What the configuration says under `train.outer`, and the layout as far as it counts."""
+
+    islands: int = 2
+    steps: int = 3
+    optimizer: str = "nesterov"
+    encoding: str = "fp32"
+    copies: int = 1
+    """Processes of an island with the same parameters: each sends a part of the vector, in blocks of its own."""
+    stop: int = STEPS
+    """Last step of the loop."""
+
+    @property
+    def overrides(self):
+        outer = {"steps": self.steps, "optimizer": self.optimizer, "encoding": self.encoding}
+        return (f"parallel.islands={self.islands}", *(f"train.outer.{name}={value}" for name, value in outer.items()))
+
+
+def mean_over_islands(vectors, errors, how):
+    """Mean of the vectors of all islands, as it comes to each of them; `errors`, of each island, are changed."""
+    if how.encoding == "fp32":
+        return sum(vectors[1:], vectors[0].copy()) / np.float32(how.islands)
+    size, length = how.islands, len(vectors[0])
+    unit = BLOCK * size * how.copies
+    rows = [np.zeros(-(-length // unit) * unit, np.float32) for _ in vectors]
+    for row, vector, error in zip(rows, vectors, errors, strict=True):
+        row[:length] = vector + error
+    chunks = [row.reshape(how.copies, size, -1) for row in rows]  # part of each copy, chunk of each owner
+    total = np.zeros_like(chunks[0])
+    for copy in range(how.copies):
+        sent = [rounded(chunk[copy], how.encoding) for chunk in chunks]
+        for owner in range(size):
+            whole = chunks[owner][copy, owner].copy()
+            for island in range(size):
+                whole += sent[island][owner] if island != owner else 0
+            total[copy, owner] = rounded(whole[None], how.encoding)[0]
+            sent[owner][owner] = chunks[owner][copy, owner] - whole + total[copy, owner]
+        for island in range(size):
+            chunks[island][copy] -= sent[island]
+    for error, row in zip(errors, rows, strict=True):
+        error[:] = row[:length]
+    return total.reshape(-1)[:length] / np.float32(size)
+
+
+def flatten(network):
+    return np.concatenate([each.detach().numpy().reshape(-1) for each in network.parameters()])
+
+
+def loop(case, first_weights, parts, how):
+    """The curve of the islands' mean losses and norms, and the outer weights at the end."""
+    networks = [case.network() for _ in range(how.islands)]
+    for network in networks:
+        network.load_state_dict({name: torch.tensor(value) for name, value in first_weights.items()})
+    trained, data = [case.optimizer(network) for network in networks], case.data()
+    outer = flatten(networks[0])
+    momentum, errors = np.zeros_like(outer), [np.zeros_like(outer) for _ in networks]
+    num_rows, losses, norms = len(next(iter(data.values()))), [], []
+    for step in range(how.stop):
+        places = (np.arange(case.batch) + step * case.batch) % num_rows
+        steps = []
+        for network, optimizer, own in zip(networks, trained, np.split(places, how.islands), strict=True):
+            rows = {name: values[own] for name, values in data.items()}
+            loss = case.loss(network, rows) / case.terms(rows)
+            loss.backward()
+            norm = float(torch.nn.utils.clip_grad_norm_(network.parameters(), case.clip))
+            for group in optimizer.param_groups:
+                group["lr"] = case.rate(step) * group.get("factor", 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append((float(loss.detach()), norm))
+        losses.append(sum(loss for loss, _ in steps) / how.islands)
+        norms.append(sum(norm for _, norm in steps) / how.islands)
+        if (step + 1) % how.steps == 0 or step + 1 == STEPS:
+            gradient = mean_over_islands([outer - flatten(network) for network in networks], errors, how)
+            if how.optimizer == "nesterov":
+                momentum = np.float32(0.9) * momentum + gradient
+                gradient = np.float32(0.7) * (gradient + np.float32(0.9) * momentum)
+            outer = outer - gradient
+            for network in networks:
+                torch.nn.utils.vector_to_parameters(torch.from_numpy(outer), network.parameters())
+                for parameter in network.parameters():  # which are views of one vector by now
+                    parameter.data = parameter.data.clone()
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(outer), networks[0].parameters())
+    weights = {name: value.detach() for name, value in networks[0].state_dict().items()}
+    return Curve(losses, norms, [case.rate(step) for step in range(how.stop)], weights)
+
+
+@functools.cache
+def case_of(case=None, **settings):
+    """A case of islands, which together have eight rows a step."""
+    how = How(**settings)
+    if case is None:  # by kernels that give the same bits: a number that is off by one may flip a code of int8
+        case = Case() if how.encoding == "fp32" else Case(network=same_llama, optimizer=fused_adamw)
+    overrides = (*case.overrides, *how.overrides, "train.global_batch_size=8")
+    return replace(case, name=f"{case.name}, {how}", batch=8, overrides=overrides, loop=functools.partial(_loop, how))
+
+
+def _loop(how, case, first_weights, parts):
+    return loop(case, first_weights, parts, how)
+
+
+MUON = optimizers.MUON
+
+
+# -- broken on purpose -------------------------------------------------------------------------------------------------
+
+
+def an_island_is_left_out():
+    """The mean is that of all but the last island."""
+
+    def average(exchange, vector, before=OuterExchange.average):
+        size, rank = exchange._across.size(), exchange._across.rank()
+        return before(exchange, vector * 0 if rank == size - 1 else vector) * size / (size - 1)
+
+    return patched(OuterExchange, "average", average)
+
+
+def gradients_have_the_wrong_sign():
+    return patched(OuterExchange, "average", lambda self, vector, before=OuterExchange.average: before(self, -vector))
+
+
+def exchanges_come_a_step_late():
+    def finish_step(islands, first_sample, before=Islands.finish_step):
+        before(islands, first_sample - islands._train.global_batch_size)
+
+    return patched(Islands, "finish_step", finish_step)
+
+
+def feedback_is_not_added():
+    def average(exchange, vector, before=OuterExchange.average):
+        exchange._lost.zero_()
+        return before(exchange, vector)
+
+    return patched(OuterExchange, "average", average)
+
+
+def momentum_is_lost_at_resume():
+    return _forgetting(lambda islands: islands._momentum.zero_())
+
+
+def feedback_is_lost_at_resume():
+    return _forgetting(lambda islands: islands._exchange._lost.zero_())
+
+
+def weights_of_islands_are_lost_at_resume():
+    return _forgetting(lambda islands: islands._set_weights(islands._outer))
+
+
+@contextlib.contextmanager
+def _forgetting(forget):
+    def make_parts(islands, parts, before=Islands.make_parts):
+        made = before(islands, parts)
+
+        def load(state):
+            made["islands"].load(state)
+            forget(islands)
+
+        return {**made, "islands": replace(made["islands"], load=load)}
+
+    with patched(Islands, "make_parts", make_parts):
+        yield

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# What `make launchers` does: installs what is missing here, runs the suite, makes the table. Tests skip what could not be had, with
+# the reason. A cluster is the one of $KUBECONFIG, or else the one that ../shared/cluster makes, where that is at hand.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+code=0 PODS='pytorchjob or trainjob or jobset or rayjob'
+
+suite() { make e2e E2E="tests/launchers --record --dist loadscope -n $1 -k '$2' -m '$3'" || code=1; }
+install_slurm() {
+  command -v slurmctld && command -v munged && command -v slurmdbd && command -v mariadbd && return
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm slurmdbd munge mariadb-server
+}
+
+mkdir -p build
+install_slurm >build/launchers-slurm.log 2>&1 || echo "no Slurm: see build/launchers-slurm.log"
+if [ -z "${KUBECONFIG:-}" ] && [ -x ../shared/cluster/cluster ]; then
+  . .ci/cluster
+  (set -e && start_cluster trainer kuberay kueue) >build/launchers-cluster.log 2>&1 &  # builds while the others run
+  building=$!
+fi
+make .ray/.ready || echo "no Ray"
+export KFTRAIN_RAY_PYTHON="${KFTRAIN_RAY_PYTHON:-$PWD/.ray/bin/python}"
+suite "$AT_ONCE" "not ($PODS)" "not breaks_cluster"
+wait ${building:-} || echo "no cluster: see build/launchers-cluster.log"
+suite 4 "$PODS" breaks_cluster
+suite "$AT_ONCE" "$PODS" "not breaks_cluster"
+.venv/bin/python tests/launchers/record.py
+echo "$((SECONDS / 60)) minutes"
+exit $code
