@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ranks
-from helpers.memory import peak_of_memory
+from helpers.memory import peak_of_memory, peak_of_tensors
 from helpers.parity.context import DOCUMENT
 from helpers.parity.rank import new_loader
 
@@ -34,7 +34,7 @@ def one_row(length):
     return {"tokens": tokens}
 
 
-def peak_of_a_training(world, length, overrides):
+def peak_of_a_training(world, length, overrides, peak_in_step=peak_of_memory):
     """Peaks of this process's memory, while the engine is built and within a step, and the step's loss."""
     torch.set_num_threads(1)
     resolved = config.parse(TEXT, [f"task.sequence_length={length}", *overrides])
@@ -43,7 +43,7 @@ def peak_of_a_training(world, length, overrides):
     with peak_of_memory() as while_built:
         engine, _ = session.build(resolved, task, loader, mesh)
     (batch,) = loader.steps(0, 1)
-    with peak_of_memory() as in_step:
+    with peak_in_step() as in_step:
         loss = engine.step(batch, length, world.sum).local_loss_sum.item()
     return while_built["bytes"], in_step["bytes"], loss
 
@@ -64,12 +64,12 @@ def test_each_of_two_processes_has_half_of_what_one_needs(overrides):
 
 def test_each_of_two_processes_that_split_matrices_has_half_of_what_one_needs_and_what_is_gathered():
     length, wide = 4096, ("model.dim=256",)
-    ((_, alone, loss),) = ranks.on(1, peak_of_a_training, length, wide, seconds=300)
-    split = ranks.on(2, peak_of_a_training, length, (*wide, "parallel.tensor=2"), seconds=300)
+    ((_, alone, loss),) = ranks.on(1, peak_of_a_training, length, wide, peak_of_tensors, seconds=300)
+    split = ranks.on(2, peak_of_a_training, length, (*wide, "parallel.tensor=2"), peak_of_tensors, seconds=300)
     _, in_step, losses = zip(*split, strict=True)
     print(f"\ntensor: {max(in_step) / alone:.3f} of {alone / 2**20:.0f} MiB")
     assert math.isclose(losses[0], loss, rel_tol=1e-5)
     # Whole on each process: the input of a product, its gradient, and the terms of a sum before they are scattered.
     gathered = 3 * length * 256 * 4
-    assert max(in_step) <= 1.01 * (alone / 2 + gathered), (split, alone)
+    assert max(in_step) <= alone / 2 + gathered, (split, alone)
     assert alone > length << 14, "it is the sequence that takes the memory"
