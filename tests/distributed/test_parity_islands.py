@@ -1,4 +1,4 @@
-"""Islands against a bare loop: networks that are trained by turns, and an outer step in numpy."""
+"""Islands against a bare loop: networks trained by turns, and an outer step in numpy or by `torch.optim.SGD`."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Cases of islands: a bare loop trains the networks of all islands by turns, and moves the outer ones with numpy."""
+"""Cases of islands: a bare loop trains the networks of all islands by turns, and moves the outer one with numpy."""
 
 import contextlib
 import functools
@@ -64,6 +64,33 @@ def flatten(network):
     return np.concatenate([each.detach().numpy().reshape(-1) for each in network.parameters()])
 
 
+def add_gradients(case, network, rows, num_copies):
+    """Adds the gradients of an island's rows, of which each copy computes its own: so the sums have the same bits."""
+    num_terms, total = case.terms(rows), 0.0
+    for part in range(num_copies):
+        loss = (
+            case.loss(network, {name: np.split(values, num_copies)[part] for name, values in rows.items()}) / num_terms
+        )
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def move_outer(outer, momentum, gradient, how):
+    """Moves the outer parameters in place, and their momentum."""
+    if how.optimizer == "average":
+        outer -= gradient
+    elif how.encoding == "fp32":
+        momentum[:] = np.float32(0.9) * momentum + gradient
+        outer -= np.float32(0.7) * (gradient + np.float32(0.9) * momentum)
+    else:  # by kernels that round as the engine's: a number that is off by one may flip a code of int8
+        weights = torch.nn.Parameter(torch.from_numpy(outer))
+        weights.grad = torch.from_numpy(gradient)
+        optimizer = torch.optim.SGD([weights], lr=0.7, momentum=0.9, nesterov=True, foreach=False)
+        optimizer.state[weights]["momentum_buffer"] = torch.from_numpy(momentum)
+        optimizer.step()
+
+
 def loop(case, first_weights, parts, how):
     """The curve of the islands' mean losses and norms, and the outer weights at the end."""
     networks = [case.network() for _ in range(how.islands)]
@@ -77,27 +104,20 @@ def loop(case, first_weights, parts, how):
         places = (np.arange(case.batch) + step * case.batch) % num_rows
         steps = []
         for network, optimizer, own in zip(networks, trained, np.split(places, how.islands), strict=True):
-            rows = {name: values[own] for name, values in data.items()}
-            loss = case.loss(network, rows) / case.terms(rows)
-            loss.backward()
+            loss = add_gradients(case, network, {name: values[own] for name, values in data.items()}, how.copies)
             norm = float(torch.nn.utils.clip_grad_norm_(network.parameters(), case.clip))
             for group in optimizer.param_groups:
                 group["lr"] = case.rate(step) * group.get("factor", 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            steps.append((float(loss.detach()), norm))
+            steps.append((loss, norm))
         losses.append(sum(loss for loss, _ in steps) / how.islands)
         norms.append(sum(norm for _, norm in steps) / how.islands)
         if (step + 1) % how.steps == 0 or step + 1 == STEPS:
             gradient = mean_over_islands([outer - flatten(network) for network in networks], errors, how)
-            if how.optimizer == "nesterov":
-                momentum = np.float32(0.9) * momentum + gradient
-                gradient = np.float32(0.7) * (gradient + np.float32(0.9) * momentum)
-            outer = outer - gradient
+            move_outer(outer, momentum, gradient, how)
             for network in networks:
-                torch.nn.utils.vector_to_parameters(torch.from_numpy(outer), network.parameters())
-                for parameter in network.parameters():  # which are views of one vector by now
-                    parameter.data = parameter.data.clone()
+                torch.nn.utils.vector_to_parameters(torch.from_numpy(outer.copy()), network.parameters())
     torch.nn.utils.vector_to_parameters(torch.from_numpy(outer), networks[0].parameters())
     weights = {name: value.detach() for name, value in networks[0].state_dict().items()}
     return Curve(losses, norms, [case.rate(step) for step in range(how.stop)], weights)
