@@ -1,6 +1,7 @@
 """Servers of a run in threads of this process, and workers that go on with others between two steps."""
 
 import contextlib
+import functools
 import threading
 import time
 import unittest.mock
@@ -36,6 +37,7 @@ class MovingServers:
         text = f"server: {{num_servers: {num_servers}, consistency: {consistency}, tables: [{{{table}}}]}}"
         self.config = configuration.parse(text + "\nparallel: {strategy: ddp}\nrun: {seed: 5}\n")
         self.servers = {}
+        self._left = set()
         self.start(range(num_servers))
         self.addresses = self.find(num_servers)
         self.wanted = []
@@ -44,12 +46,13 @@ class MovingServers:
         for number in numbers:
             self.stop(number)
             self.servers[number] = RunServer(self.paths, self.config, number, self._folder, SECRET)
-            self.servers[number].when_left = lambda: None
+            self._left.discard(number)
+            self.servers[number].when_left = functools.partial(self._left.add, number)
             self.servers[number].start()
             self.servers[number].publish_address()
 
     def find(self, num_servers):
-        return find_servers(self.paths.servers, num_servers, 10)
+        return find_servers(self.paths.servers, num_servers, 1)
 
     def stop(self, number):
         if number in self.servers:
@@ -61,8 +64,9 @@ class MovingServers:
             self.stop(number)
 
     def ask(self, num_servers):
-        """Start what is missing, as a launcher does, and ask for it."""
-        self.start(number for number in range(len(self.addresses), num_servers) if number not in self.servers)
+        """Start what is missing or has left, as a launcher does, and ask for it."""
+        numbers = range(len(self.addresses), num_servers)
+        self.start([number for number in numbers if number not in self.servers or number in self._left])
         self.wanted.append(num_servers)
 
     def ask_servers(self, kind, step=0):

@@ -9,7 +9,7 @@ import torch
 from helpers.parity import models, optimizers, pipeline, precision, rounding
 from helpers.parity import oracle as parity_oracle
 from helpers.parity.defects import patched
-from helpers.parity.oracle import STEPS, Case
+from helpers.parity.oracle import STEPS, Case, Path
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from kftrain.train import averages
@@ -79,7 +79,8 @@ def check(row, answers):
         return made[-1]
 
     weights = {name: np.array(value) for name, value in trained.first_weights.items()}
-    parity_oracle.run(replace(row.case, optimizer=optimizer), weights, row.parts)
+    path = Path(trained.path, row.weight_tolerance) if row.case.is_followed else None
+    parity_oracle.run(replace(row.case, optimizer=optimizer), weights, row.parts, path=path)
     expected = dict(made[0].averaged.module.state_dict())
     assert trained.averages.keys() == expected.keys()
     for name, value in expected.items():

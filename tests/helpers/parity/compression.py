@@ -317,9 +317,11 @@ def gradients_of_step(case, network, batch, errors, stage, how):
 
 
 def clipped(gradient, processes, limit=CLIP):
-    """A process's own gradient, by its part of the limit."""
-    norm = np.sqrt(np.square(gradient.astype(np.float64)).sum())
-    return gradient * np.float32(min(1.0, limit / processes**0.5 / (norm + 1e-6)))
+    """A process's own gradient, by its part of the limit: in torch, whose norm in fp32 is another one than in fp64."""
+    whole = torch.nn.Parameter(torch.from_numpy(gradient))
+    whole.grad = torch.from_numpy(gradient.copy())
+    torch.nn.utils.clip_grad_norm_([whole], limit / processes**0.5)
+    return whole.grad.numpy()
 
 
 UNCLIPPED = ("train.gradient_clip_norm=0",)

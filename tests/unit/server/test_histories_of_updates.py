@@ -4,10 +4,11 @@ Weights begin at zero and only grow, by whole numbers, so that a float32 sum sho
 the order, and an older row that is read after a newer one shows as a smaller number.
 """
 
-import os
+import multiprocessing
 import random
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -28,6 +29,9 @@ KEYS = np.arange(30)
 NUM_WORKERS = 3
 NUM_STEPS = 5
 RULES = [0, 1, None]
+
+NUM_PROCESSES = 8
+"""Histories at a time: they wait most of the time."""
 
 
 class CuttableServer:
@@ -201,9 +205,14 @@ def test_no_push_is_lost_or_done_twice_where_servers_join_and_leave(tmp_path):
     assert sum(run_history_of_moves(make_folder(tmp_path, seed), seed) for seed in range(8)) >= 8
 
 
-@pytest.mark.slow  # 200 more histories
-def test_more_histories(tmp_path):
-    first = int(os.environ.get("KFTRAIN_FIRST_HISTORY", "12"))
-    for seed in range(first, first + 100):
-        run_history(make_folder(tmp_path, seed), seed)
-        run_history_of_moves(make_folder(tmp_path, f"moves-{seed}"), seed)
+def run_both(folder, seed):
+    run_history(make_folder(folder, seed), seed)
+    run_history_of_moves(make_folder(folder, f"moves-{seed}"), seed)
+
+
+@pytest.mark.slow
+def test_a_thousand_more_histories(tmp_path):
+    seeds = range(12, 512)
+    with ProcessPoolExecutor(NUM_PROCESSES, multiprocessing.get_context("forkserver")) as processes:
+        for _ in processes.map(run_both, [tmp_path] * len(seeds), seeds):
+            pass
