@@ -38,6 +38,13 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "servers are agreed on of which one has another address by now",
+        "kftrain/remote_parameters/moving.py",
+        "check_answers(wanted[len(before) :])",
+        "",
+        "tests/unit/server/test_moving.py -k started_again",
+    ),
+    Mutant(
         "a late message of a change that has ended takes its rows from the next one",
         "kftrain/server/process.py",
         "if self._move is None or self._move_number != frame.table:",

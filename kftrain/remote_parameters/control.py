@@ -70,6 +70,13 @@ def ask_all(servers: Sequence[ServerAddress], secret: bytes, frame: Frame) -> li
     return answers
 
 
+def check_answers(servers: Sequence[ServerAddress]) -> None:
+    """Raise LostPeerError where nobody answers at the address of one."""
+    for server in servers:
+        if not _answers(server):
+            raise LostPeerError("nobody answers", where=f"server {server.name}")
+
+
 def _ask_or_copy(server: ServerAddress, secret: bytes, frame: Frame, stack: contextlib.ExitStack) -> FrameSocket:
     try:
         return _ask(server, secret, frame, stack)

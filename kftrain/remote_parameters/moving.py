@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kftrain.core.frames import Frame, FrameKind
 from kftrain.core.progress import to_log
 from kftrain.errors import KftrainError
-from kftrain.remote_parameters.control import ask_all
+from kftrain.remote_parameters.control import ask_all, check_answers
 from kftrain.remote_parameters.link import ServerAddress
 
 LOOK_SECONDS = 0.5
@@ -65,6 +65,8 @@ class ServerChange:
         """
         before, wanted = self._servers, self._wanted
         try:
+            # Where one was started again, the owners have sent its rows to another address than this.
+            check_answers(wanted[len(before) :])
             ask_all(before, self._secret, Frame(FrameKind.MOVE, self._num_changes, clock=len(wanted), sequence=1))
         except KftrainError as error:
             self._give_up(error)

@@ -15,6 +15,7 @@ import pytest
 from helpers.moving_servers import MovingServers, train
 
 from kftrain.core.frames import Frame, FrameKind
+from kftrain.errors import KftrainError
 from kftrain.remote_parameters.client import RemoteTables
 from kftrain.remote_parameters.link import ServerAddress
 from kftrain.server.optimizers import RowSgd
@@ -207,7 +208,10 @@ def test_no_push_is_lost_or_done_twice_where_servers_join_and_leave(tmp_path):
 
 def run_both(folder, seed):
     run_history(make_folder(folder, seed), seed)
-    run_history_of_moves(make_folder(folder, f"moves-{seed}"), seed)
+    try:
+        run_history_of_moves(make_folder(folder, f"moves-{seed}"), seed)
+    except KftrainError as error:
+        raise AssertionError(f"seed {seed}: {error.line}") from error
 
 
 @pytest.mark.slow

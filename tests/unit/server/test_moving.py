@@ -260,6 +260,31 @@ def test_a_joining_server_that_dies_changes_nothing_and_another_may_come(start, 
     assert servers.collect().tobytes() == expected_rows(tmp_path, 90).tobytes()
 
 
+def test_a_joining_server_that_was_started_again_is_not_agreed_on_at_its_old_address(start, tmp_path, monkeypatch):
+    servers = start(2)
+    copy, replaced = moving_servers.ServerChange._copy, threading.Event()
+
+    def replace_and_copy(change):
+        if not replaced.is_set():
+            servers.start([2])
+        copy(change)
+        replaced.set()
+
+    def between(step):
+        if step == 3:
+            servers.ask(3)
+            wait_for(replaced.is_set)
+        if step == 4:
+            assert servers.count() == (0, 2)
+            servers.ask(3)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(moving_servers.ServerChange, "_copy", replace_and_copy)
+    moving_servers.train(servers, NUM_WORKERS, 60, push_and_finish, between)
+    assert len(servers.addresses) == 3 and servers.count() == (1, 3)
+    assert servers.collect().tobytes() == expected_rows(tmp_path, 60).tobytes()
+
+
 def finish_late(killed):
     """A change that waits until somebody is dead."""
     finish = moving_servers.ServerChange.finish
