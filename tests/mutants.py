@@ -91,7 +91,7 @@ MUTANTS = [
         "kftrain/server/process.py",
         "is_owned = self._find_own if self._has_foreign_rows else None",
         "is_owned = None",
-        "tests/unit/server/test_moving.py -k join_and_leave",
+        "tests/unit/server/test_moving.py -k on_their_way",
     ),
     Mutant(
         "a server that dies before it has rows ends the job",

@@ -222,11 +222,24 @@ def test_servers_join_and_leave_a_training(start, tmp_path, sizes):
     for name in ("rows", "candidates"):
         assert servers.collect(name).tobytes() == expected_rows(tmp_path, total, name, **kind).tobytes()
     for step, num_servers in [saved[0], saved[len(saved) // 2], saved[-1]]:
-        uri = tmp_path / "runs/r/checkpoints" / str(CheckpointName(step, 1))
-        files = [np.load(uri / f"tables-{number}-t-rows.npy") for number in range(num_servers)]
-        rows = np.concatenate(files)
-        rows = rows[np.argsort(rows["key"], kind="stable")]
-        assert rows.tobytes() == expected_rows(tmp_path, step, **kind).tobytes(), f"the checkpoint of step {step}"
+        saved_rows = read_checkpoint(tmp_path, step, num_servers)
+        assert saved_rows.tobytes() == expected_rows(tmp_path, step, **kind).tobytes(), f"the checkpoint of step {step}"
+
+
+def read_checkpoint(folder, step, num_servers):
+    """The rows that all servers have saved, by key."""
+    uri = folder / "runs/r/checkpoints" / str(CheckpointName(step, 1))
+    rows = np.concatenate([np.load(uri / f"tables-{number}-t-rows.npy") for number in range(num_servers)])
+    return rows[np.argsort(rows["key"], kind="stable")]
+
+
+def test_a_checkpoint_leaves_out_copies_of_rows_that_are_on_their_way(start, tmp_path):
+    servers = start(2)
+    moving_servers.train(servers, NUM_WORKERS, 5, push_and_finish)
+    ask_all(servers.addresses, moving_servers.SECRET, Frame(FrameKind.MOVE, 1, clock=1))
+    assert len(servers.servers[0]._state.tables[0]) == len(expected_rows(tmp_path, 5)), "nothing is on its way"
+    servers.ask_servers(SAVE, 5)
+    assert read_checkpoint(tmp_path, 5, 2).tobytes() == expected_rows(tmp_path, 5).tobytes()
 
 
 @pytest.mark.parametrize("when", ["copying", "ready"])
