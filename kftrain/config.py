@@ -139,6 +139,10 @@ class Config(Section):
         odd += [f"{key}: {value}" for key, value in others.items() if attrgetter(key)(self) == value]
         if odd:
             raise ValueError(f"train.compile must be false with {odd[0]}: no test compares what is compiled then")
+        method = self.train.activation_checkpointing
+        if method in ("blocks", "selective") and self.task.options().get("attention") == "documents":
+            what = f"torch compiles nothing of a block that is computed again ({method}) with attention over documents"
+            raise ValueError(f"train.compile must be false with train.activation_checkpointing: {what}")
 
     @property
     def model_name(self) -> str:

@@ -403,6 +403,13 @@ MUTANTS = [
         "tests/distributed/test_parity_compile.py -k traced",
     ),
     Mutant(
+        "blocks of which torch compiles nothing are taken for compiled",
+        "kftrain/config.py",
+        'if method in ("blocks", "selective") and',
+        "if False and",
+        "tests/distributed/test_parity_compile.py -k not_offered",
+    ),
+    Mutant(
         "a TrainJob forgets a setting that its patch may say",
         "kftrain/launch/kubernetes/kinds/trainjob.py",
         '"affinity", "tolerations"',

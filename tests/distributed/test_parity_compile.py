@@ -58,7 +58,7 @@ TABLE = [
     Row("compiled, dropout, recomputed", 1, (*COMPILED, *MICRO, *BLOCKS), pipeline.DROPPED, parts=ONE_BY_ONE),
     Row("compiled, dropout, selective", 1, (*COMPILED, *MICRO, *SELECTIVE), pipeline.DROPPED, parts=ONE_BY_ONE),
     Row("compiled, documents", 1, COMPILED, context.PACKED),
-    Row("compiled, documents, recomputed", 1, (*COMPILED, *BLOCKS), context.PACKED),
+    Row("compiled, documents, offload", 1, (*COMPILED, *OFFLOAD), context.PACKED),
     Row("fsdp, compiled, documents", 2, COMPILED, context.PACKED),
     Row("compiled, growing batches", 1, COMPILED, batches.GROWN),
     Row("compiled, blocks of torch's own", 1, COMPILED, models.TIED),
@@ -115,6 +115,7 @@ REFUSED = [
             "parallel.offload": ("parallel.offload=true",),
             "precision.compute: float8": ("precision.compute=float8",),
             "precision.master: bf16": ("precision.compute=bf16", "precision.master=bf16"),
+            "train.activation_checkpointing": (*context.DOCUMENTS, *SELECTIVE),
         }.items()
     ),
     Refused("CUDA graphs without a GPU", 1, GRAPHED, "train.cuda_graphs: torch has no GPU here"),
