@@ -73,17 +73,18 @@ class FrameKind(IntEnum):
     LOAD = 21
     """Forget everything, and take the tables of that checkpoint; of none where `clock` is 0. Answered by POSITION."""
     MOVE = 22
-    """Copy the rows that are not there yet to the servers that have them on a ring of `clock` servers; with `sequence`
-    1, between two steps of all workers, the last of them, and the clocks. Another `table` is another change, which
-    begins anew. Answered by POSITION: `clock` rows."""
+    """Copy the rows that are not there yet to the servers that have them on a ring of `table` servers; with `sequence`
+    1, between two steps of all workers, the last of them, and the clocks. `clock` is the number of the change: a higher
+    one begins anew, a lower one is over. Answered by POSITION: `clock` rows."""
     ROWS = 23
-    """Rows of a table, or with `sequence` 1 candidates, of a server that moves them: what stands behind each key, as
-    numbers. Answered by POSITION."""
+    """Rows of a table, or with `sequence` 1 candidates, of a server that moves them in change `clock`: what stands
+    behind each key, as numbers. Answered by POSITION."""
     CLOCKS = 24
     """Clocks of a server that has sent all rows that it moves: `keys` are the updates of each table, then workers and
-    their clocks in turn; `table` is the number of tables. Answered by POSITION."""
+    their clocks in turn; `table` is the number of tables, `clock` that of the change. Answered by POSITION."""
     SETTLE = 25
-    """The ring in the run's folder is agreed, or goes on: drop the rows of others. Answered by POSITION."""
+    """Change `clock` is over: the ring in the run's folder is agreed, or goes on. Drop the rows of others. Answered by
+    POSITION."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from kftrain.core.frames import Frame, FrameKind
@@ -44,7 +45,8 @@ class ServerChange:
         self._agree = agree
         self._wanted: Servers = ()
         self._is_settled = True
-        self._num_changes = 0
+        # Numbers grow over attempts: a server that comes to know of a change does nothing more for an earlier one.
+        self._change = int(time.time())
         self.is_ready = False
         """True when little is left to copy: `finish` may be called between two steps."""
         self._is_over = threading.Event()
@@ -67,13 +69,13 @@ class ServerChange:
         try:
             # Where one was started again, the owners have sent its rows to another address than this.
             check_answers(wanted[len(before) :])
-            ask_all(before, self._secret, Frame(FrameKind.MOVE, self._num_changes, clock=len(wanted), sequence=1))
+            ask_all(before, self._secret, Frame(FrameKind.MOVE, len(wanted), clock=self._change, sequence=1))
         except KftrainError as error:
             self._give_up(error)
             return before
         self._agree(len(wanted))
         longer = max(before, wanted, key=len)
-        ask_all(longer, self._secret, Frame(FrameKind.SETTLE))
+        ask_all(longer, self._secret, self._settle_frame)
         to_log(f"goes on with {len(wanted)} servers in place of {len(before)}")
         self._servers, self.is_ready = wanted, False
         return wanted
@@ -84,7 +86,7 @@ class ServerChange:
                 continue
             try:
                 if not self._is_settled:  # what was on its way when the last change ended may have come after that
-                    ask_all(self._servers, self._secret, Frame(FrameKind.SETTLE))
+                    ask_all(self._servers, self._secret, self._settle_frame)
                     self._is_settled = True
                 wanted = self._find_wanted()
                 if wanted is not None and len(wanted) != len(self._servers):
@@ -95,18 +97,22 @@ class ServerChange:
 
     def _copy(self) -> None:
         num_rows, num_passes = FEW_ROWS + 1, 0
-        self._num_changes += 1
+        self._change += 1
         while num_rows > FEW_ROWS and num_passes < MAX_PASSES:
-            move = Frame(FrameKind.MOVE, self._num_changes, clock=len(self._wanted))
+            move = Frame(FrameKind.MOVE, len(self._wanted), clock=self._change)
             num_rows = sum(answer.clock for answer in ask_all(self._servers, self._secret, move))
             num_passes += 1
         self.is_ready = True
+
+    @property
+    def _settle_frame(self) -> Frame:
+        return Frame(FrameKind.SETTLE, clock=self._change)
 
     def _give_up(self, error: KftrainError) -> None:
         to_log(f"goes on with {len(self._servers)} servers: {error.line}")
         for server in max(self._servers, self._wanted, key=len):
             try:
-                ask_all([server], self._secret, Frame(FrameKind.SETTLE))
+                ask_all([server], self._secret, self._settle_frame)
             except KftrainError as lost:  # the training sees it where it needs the server
                 to_log(f"{server.name} was not told: {lost.line}")
         self._is_settled = False

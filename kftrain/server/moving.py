@@ -34,10 +34,11 @@ def build_ring(num_servers: int) -> Ring:
     return Ring([name_server(number) for number in range(num_servers)])
 
 
-def pack_rows(table: int, rows: NDArray[np.void], are_candidates: bool) -> Frame:
+def pack_rows(table: int, rows: NDArray[np.void], are_candidates: bool, change: int = 0) -> Frame:
     """Put rows into a frame, bit by bit."""
     numbers = rows.view(np.float32).reshape(len(rows), -1)[:, 2:]  # behind the key
-    return Frame(FrameKind.ROWS, table, sequence=are_candidates, keys=rows["key"].copy(), values=numbers.ravel())
+    keys = rows["key"].copy()
+    return Frame(FrameKind.ROWS, table, sequence=are_candidates, clock=change, keys=keys, values=numbers.ravel())
 
 
 def unpack_rows(frame: Frame) -> NDArray[np.void]:
@@ -57,6 +58,7 @@ class RowMove:
         number: The number of the server.
         num_servers: Servers of the next ring.
         connect: Connects to the server of a number.
+        change: The number of the change.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class RowMove:
         number: int,
         num_servers: int,
         connect: Callable[[int], FrameSocket],
+        change: int = 0,
     ) -> None:
+        self.change = change
+        self._is_over = False
         self._state = state
         self._changed = changed
         self._number = number
         self._ring = build_ring(num_servers)
-        self.num_servers = num_servers
         others = [other for other in range(num_servers) if other != number]
         with contextlib.ExitStack() as stack:
             self._receivers = {other: stack.enter_context(contextlib.closing(connect(other))) for other in others}
@@ -82,6 +86,8 @@ class RowMove:
         num_rows = 0
         for number, table in enumerate(self._state.tables):
             with self._changed:
+                if self._is_over:  # what it takes would be missing in the change that has begun since
+                    raise RetryableError("the change is over", where=name_server(self._number), value=self.change)
                 updated = table.take_updated()
             keys = np.unique(np.concatenate(updated)) if updated else np.empty(0, np.int64)
             for start in range(0, len(keys), PIECE_ROWS):
@@ -95,7 +101,8 @@ class RowMove:
         """
         cut = self._find_cut()
         num_rows = self.copy()
-        frame = Frame(FrameKind.CLOCKS, len(self._state.tables), keys=np.array(cut, np.int64))
+        num_tables = len(self._state.tables)
+        frame = Frame(FrameKind.CLOCKS, num_tables, clock=self.change, keys=np.array(cut, np.int64))
         for other in self._receivers:
             self._send(other, frame)
         if self._find_cut() != cut:
@@ -114,8 +121,10 @@ class RowMove:
     def close(self) -> None:
         """End the connections; the next move begins anew."""
         self._stack.close()
-        for table in self._state.tables:
-            table.forget_updated()
+        with self._changed:
+            self._is_over = True
+            for table in self._state.tables:
+                table.forget_updated()
 
     def _copy_piece(self, number: int, table: RowTable, keys: Keys) -> int:
         owners = self._ring.find_owners(keys)
@@ -125,7 +134,7 @@ class RowMove:
                 copies = table.copy_rows(keys[owners == other])
             for are_candidates, rows in enumerate(copies):
                 if rows.size:
-                    self._send(other, pack_rows(number, rows, bool(are_candidates)))
+                    self._send(other, pack_rows(number, rows, bool(are_candidates), self.change))
                     num_rows += len(rows)
         return num_rows
 

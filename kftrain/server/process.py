@@ -25,7 +25,7 @@ from kftrain.core import storage
 from kftrain.core.credentials import SERVER_SECRET_VARIABLE
 from kftrain.core.frames import Frame, FrameKind, FrameSocket
 from kftrain.core.progress import to_log
-from kftrain.errors import ConfigError, KftrainError
+from kftrain.errors import ConfigError, KftrainError, RetryableError
 from kftrain.process.signals import STOP, handle_signals
 from kftrain.run.commit import CheckpointName
 from kftrain.run.config import read_job_config
@@ -103,9 +103,11 @@ class RunServer(Server):
         self._num_servers = config.server.num_servers
         self._ring = build_ring(self._num_servers)
         self._move: RowMove | None = None
-        self._move_number = 0
+        self._first_change = 0
+        """Number of the first change that is not over, as far as this server knows."""
         self._has_foreign_rows = False
-        self._is_dropping = False
+        self._num_drops = 0
+        """Threads that drop foreign rows."""
         self.when_left: Callable[[], object] = lambda: None
         """Called when this server is no longer on the ring."""
         host = "0.0.0.0" if config.launch.is_remote else "127.0.0.1"
@@ -191,44 +193,67 @@ class RunServer(Server):
         return FrameSocket.connect(address["host"], address["port"], self._secret, name, CONNECT_SECONDS)
 
     def _copy_rows(self, frame: Frame) -> Frame:
-        self._wait_until_dropped()
-        if self._move is None or self._move_number != frame.table:  # else it would leave out what another one has sent
-            self._end_move()
-            self._move_number = frame.table
-            self._move = RowMove(self._state, self._changed, self._number, frame.clock, self._connect_to)
-            if self._is_stopped:  # the sockets of moves were closed before these were there
-                self._move.close()
-        num_rows = self._move.finish() if frame.sequence else self._move.copy()
+        move = self._find_move(frame)
+        num_rows = move.finish() if frame.sequence else move.copy()
         return Frame(FrameKind.POSITION, clock=num_rows)
 
-    def _take_rows(self, frame: Frame) -> Frame:
-        self._wait_until_dropped()
+    def _find_move(self, frame: Frame) -> RowMove:
         with self._changed:
+            self._wait_until_dropped()
+            self._require_current(frame)
+            if self._move is not None and self._move.change == frame.clock:
+                return self._move
+            self._end_move()  # else it would leave out what another one has sent
+        move = RowMove(self._state, self._changed, self._number, frame.table, self._connect_to, frame.clock)
+        with self._changed:
+            if self._is_stopped or frame.clock < self._first_change:  # since it began to connect
+                move.close()
+            else:
+                self._move = move
+        return move
+
+    def _require_current(self, frame: Frame) -> None:
+        """Raise RetryableError where the frame is of a change that is over."""
+        # A thread may be late, or a connection slow: its rows would take the place of newer ones.
+        if frame.clock < self._first_change:
+            raise RetryableError("the change is over", where=name_server(self._number), value=frame.clock)
+        self._first_change = frame.clock
+
+    def _take_rows(self, frame: Frame) -> Frame:
+        with self._changed:
+            self._wait_until_dropped()
+            self._require_current(frame)
             self._has_foreign_rows = True
             self._state.tables[frame.table].put_rows(unpack_rows(frame), bool(frame.sequence))
         return Frame(FrameKind.POSITION)
 
     def _take_clocks(self, frame: Frame) -> Frame:
         with self._changed:
+            self._require_current(frame)
             flaw = take_clocks(self._state, frame)
         return self._refuse(frame, flaw) if flaw else Frame(FrameKind.POSITION)
 
     def _settle(self, frame: Frame) -> Frame:
         with self._changed:
+            if frame.clock + 1 < self._first_change:  # what it would drop may be of a later change
+                return Frame(FrameKind.POSITION)
+            self._first_change = frame.clock + 1
             self._end_move()
-            self._is_dropping = self._has_foreign_rows = True
+            self._has_foreign_rows = True
+            self._num_drops += 1
         self._start_thread(self._drop_foreign_rows)
         return Frame(FrameKind.POSITION)
 
     def _drop_foreign_rows(self) -> None:
         drop_foreign_rows(self._state.tables, self._changed, self._find_own)
         with self._changed:
-            self._is_dropping = self._has_foreign_rows = False
+            self._num_drops -= 1
+            self._has_foreign_rows = self._num_drops > 0
             self._changed.notify_all()
 
     def _wait_until_dropped(self) -> None:
         with self._changed:  # else what comes now would be dropped, or what is to be dropped would be copied
-            self._changed.wait_for(lambda: self._is_stopped or not self._is_dropping)
+            self._changed.wait_for(lambda: self._is_stopped or not self._num_drops)
 
 
 class NoLog:

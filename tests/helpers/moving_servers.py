@@ -89,9 +89,9 @@ class MovingServers:
 
     def collect(self, kind="rows"):
         """Return the rows of all servers, by key, once those that are not theirs are dropped."""
-        self.ask_servers(SETTLE)  # a change may have been on its way when the training ended
+        self.ask_servers(SETTLE, LAST_CHANGE)  # a change may have been on its way when the training ended
         numbers = range(len(self.addresses))
-        wait_for(lambda: not any(self.servers[number]._is_dropping for number in numbers))
+        wait_for(lambda: not any(self.servers[number]._num_drops for number in numbers))
         rows = np.concatenate([self.servers[number]._state.tables[0].view()[kind] for number in numbers])
         return rows[np.argsort(rows["key"], kind="stable")]
 
@@ -150,5 +150,8 @@ def wait_for(condition, seconds=20):
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.005)
 
+
+LAST_CHANGE = 1 << 40
+"""Number of a change after all of a test."""
 
 SETTLE, SAVE, LOAD = FrameKind.SETTLE, FrameKind.SAVE, FrameKind.LOAD

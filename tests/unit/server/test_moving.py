@@ -189,9 +189,117 @@ def test_a_message_of_a_change_that_has_ended_takes_nothing_from_the_next_one(st
     num_copied = []
     for change in (1, 2):
         servers.start([1])
-        (answer,) = ask_all(servers.addresses, moving_servers.SECRET, Frame(FrameKind.MOVE, change, clock=2))
+        (answer,) = ask_all(servers.addresses, moving_servers.SECRET, Frame(FrameKind.MOVE, 2, clock=change))
         num_copied.append((answer.clock, len(servers.servers[1]._state.tables[0].view()["rows"])))
     assert num_copied[0] == num_copied[1] and num_copied[0][0] == num_copied[0][1] > 0
+
+
+def ask(servers, number, frame):
+    (answer,) = ask_all([servers.find(number + 1)[number]], moving_servers.SECRET, frame)
+    return answer.clock
+
+
+@pytest.fixture
+def joined(start):
+    """A server with rows, another one that is to have some of them, and the number of rows that it has."""
+    servers = start(1)
+    moving_servers.train(servers, NUM_WORKERS, 5, push_and_finish)
+    servers.start([1])
+    return servers, lambda: len(servers.servers[1]._state.tables[0])
+
+
+def test_a_change_that_is_over_does_not_begin_again(joined):
+    servers, count_copied = joined
+    ask(servers, 0, Frame(FrameKind.SETTLE, clock=3))
+    with pytest.raises(RetryableError):
+        ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=3))
+    assert not count_copied()
+    assert ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=4)) == count_copied() > 0
+
+
+def test_a_change_that_is_over_before_its_servers_are_connected_takes_nothing_from_the_next_one(joined):
+    servers, count_copied = joined
+    owner, connects, may_connect = servers.servers[0], threading.Event(), threading.Event()
+    connect = owner._connect_to
+
+    def connect_late(number):
+        owner._connect_to = connect
+        connects.set()
+        assert may_connect.wait(60)
+        return connect(number)
+
+    owner._connect_to = connect_late
+    errors = []
+    late = threading.Thread(target=lambda: note_error(errors, servers, Frame(FrameKind.MOVE, 2, clock=1)))
+    late.start()
+    assert connects.wait(60)
+    ask(servers, 0, Frame(FrameKind.SETTLE, clock=1))
+    num_rows = ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=2))
+    assert num_rows == count_copied() > 0
+    take_own_step(owner)
+    may_connect.set()
+    late.join(60)
+    assert len(errors) == 1
+    assert ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=2)) > 0, "the late one has taken what was updated"
+
+
+def note_error(errors, servers, frame):
+    try:
+        ask(servers, 0, frame)
+    except RetryableError as error:
+        errors.append(error)
+
+
+def take_own_step(server):
+    """Of a server that is alone, without workers."""
+    with server._changed:
+        keys, gradients = draw_push(0, 5)
+        server._state.tables[0].update(keys, gradients)
+
+
+def test_rows_of_an_earlier_change_do_not_take_the_place_of_newer_ones(joined):
+    servers, _ = joined
+    ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=2))
+    table = servers.servers[1]._state.tables[0]
+    rows = table.snapshot()["rows"]
+    older = rows.copy()
+    older["numbers"] -= 1
+    for change in (1, 2):
+        if change == 2:
+            ask(servers, 1, Frame(FrameKind.SETTLE, clock=2))
+        with pytest.raises(RetryableError):
+            ask(servers, 1, pack_rows(0, older, False, change))
+        with pytest.raises(RetryableError):
+            ask(servers, 1, Frame(FrameKind.CLOCKS, 1, clock=change, keys=np.array([9, 0, 9])))
+        if change == 1:
+            assert table.snapshot()["rows"].tobytes() == rows.tobytes()
+    assert not servers.servers[1]._state.clocks
+
+
+def test_the_end_of_an_earlier_change_drops_nothing(joined):
+    servers, count_copied = joined
+    num_rows = ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=5))
+    ask(servers, 1, Frame(FrameKind.SETTLE, clock=3))
+    assert not servers.servers[1]._num_drops and count_copied() == num_rows
+
+
+def test_rows_wait_until_the_last_of_several_threads_has_dropped_what_is_foreign(joined, monkeypatch):
+    servers, count_copied = joined
+    gates = [threading.Event(), threading.Event()]
+    waiting = list(gates)
+    monkeypatch.setattr("kftrain.server.process.drop_foreign_rows", lambda *_: waiting.pop(0).wait(60))
+    joiner = servers.servers[1]
+    for _ in gates:
+        ask(servers, 1, Frame(FrameKind.SETTLE, clock=1))
+    gates[0].set()
+    wait_for(lambda: joiner._num_drops == 1)
+    moves = threading.Thread(target=ask, args=(servers, 0, Frame(FrameKind.MOVE, 2, clock=2)))
+    moves.start()
+    moves.join(0.2)
+    assert moves.is_alive() and not count_copied()
+    gates[1].set()
+    moves.join(60)
+    assert count_copied()
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (1, 4, 2)])
