@@ -142,7 +142,9 @@ class Config(Section):
         method = self.train.activation_checkpointing
         if method in ("blocks", "selective") and self.task.options().get("attention") == "documents":
             what = f"torch compiles nothing of a block that is computed again ({method}) with attention over documents"
-            raise ValueError(f"train.compile must be false with train.activation_checkpointing: {what}")
+            raise ValueError(
+                f"train.compile must be false with train.activation_checkpointing: {what}; use none or offload"
+            )
 
     @property
     def model_name(self) -> str:

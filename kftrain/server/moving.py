@@ -34,7 +34,7 @@ def build_ring(num_servers: int) -> Ring:
     return Ring([name_server(number) for number in range(num_servers)])
 
 
-def pack_rows(table: int, rows: NDArray[np.void], are_candidates: bool, change: int = 0) -> Frame:
+def pack_rows(table: int, rows: NDArray[np.void], are_candidates: bool, change: int) -> Frame:
     """Put rows into a frame, bit by bit."""
     numbers = rows.view(np.float32).reshape(len(rows), -1)[:, 2:]  # behind the key
     keys = rows["key"].copy()
@@ -68,7 +68,7 @@ class RowMove:
         number: int,
         num_servers: int,
         connect: Callable[[int], FrameSocket],
-        change: int = 0,
+        change: int,
     ) -> None:
         self.change = change
         self._is_over = False
@@ -87,7 +87,7 @@ class RowMove:
         for number, table in enumerate(self._state.tables):
             with self._changed:
                 if self._is_over:  # what it takes would be missing in the change that has begun since
-                    raise RetryableError("the change is over", where=name_server(self._number), value=self.change)
+                    raise build_late_error(self._number, self.change)
                 updated = table.take_updated()
             keys = np.unique(np.concatenate(updated)) if updated else np.empty(0, np.int64)
             for start in range(0, len(keys), PIECE_ROWS):
@@ -143,6 +143,12 @@ class RowMove:
         connection.send(frame)
         if connection.receive().kind is FrameKind.REFUSAL:
             raise RetryableError("it takes no rows", where=name_server(other), fix="its log says why")
+
+
+def build_late_error(number: int, change: int) -> RetryableError:
+    """Build what a server of this number answers to a message of a change that is over."""
+    fix = "nothing is lost; ask for the servers again if they are still wanted"
+    return RetryableError("the change is over", where=name_server(number), value=change, fix=fix)
 
 
 def take_clocks(state: ServerState, frame: Frame) -> str:

@@ -25,7 +25,7 @@ from kftrain.core import storage
 from kftrain.core.credentials import SERVER_SECRET_VARIABLE
 from kftrain.core.frames import Frame, FrameKind, FrameSocket
 from kftrain.core.progress import to_log
-from kftrain.errors import ConfigError, KftrainError, RetryableError
+from kftrain.errors import ConfigError, KftrainError
 from kftrain.process.signals import STOP, handle_signals
 from kftrain.run.commit import CheckpointName
 from kftrain.run.config import read_job_config
@@ -33,7 +33,15 @@ from kftrain.run.membership import read_membership
 from kftrain.run.paths import RunPaths
 from kftrain.server import table_files
 from kftrain.server.chain import CONNECT_SECONDS, Chain
-from kftrain.server.moving import RowMove, build_ring, drop_foreign_rows, name_server, take_clocks, unpack_rows
+from kftrain.server.moving import (
+    RowMove,
+    build_late_error,
+    build_ring,
+    drop_foreign_rows,
+    name_server,
+    take_clocks,
+    unpack_rows,
+)
 from kftrain.server.optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSgd
 from kftrain.server.rows import Keys
 from kftrain.server.server import Server
@@ -216,7 +224,7 @@ class RunServer(Server):
         """Raise RetryableError where the frame is of a change that is over."""
         # A thread may be late, or a connection slow: its rows would take the place of newer ones.
         if frame.clock < self._first_change:
-            raise RetryableError("the change is over", where=name_server(self._number), value=frame.clock)
+            raise build_late_error(self._number, frame.clock)
         self._first_change = frame.clock
 
     def _take_rows(self, frame: Frame) -> Frame:
@@ -252,8 +260,8 @@ class RunServer(Server):
             self._changed.notify_all()
 
     def _wait_until_dropped(self) -> None:
-        with self._changed:  # else what comes now would be dropped, or what is to be dropped would be copied
-            self._changed.wait_for(lambda: self._is_stopped or not self._num_drops)
+        # Else what comes now would be dropped, or what is to be dropped would be copied.
+        self._changed.wait_for(lambda: self._is_stopped or not self._num_drops)
 
 
 class NoLog:

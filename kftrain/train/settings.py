@@ -215,8 +215,8 @@ class TrainConfig(Section):
     from 0 and patterns of names, such as `[0, model.layers.1?]`."""
     compile: KeepsTraining[bool] = False
     """Compile the blocks of the model with `torch.compile`. The first steps wait for it; later ones take less time and
-    memory. It needs a compiler where the workers run, no axis that splits the model or its sequences, and
-    with attention over documents blocks that are not computed again."""
+    memory. It needs a compiler where the workers run, no axis that splits the model or its sequences, and blocks
+    that are not computed again where attention stays within documents."""
     cuda_graphs: KeepsTraining[bool] = False
     """Let compiled blocks repeat recorded CUDA graphs: for small models, whose GPU waits for the host. On one GPU, with
     one micro batch in each step."""

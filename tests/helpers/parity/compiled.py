@@ -28,7 +28,7 @@ def has_compiler():
 
 
 @contextlib.contextmanager
-def counted(max_graphs=MAX_GRAPHS, min_graphs=1):
+def counted(max_graphs=MAX_GRAPHS):
     """Blocks are compiled, and equal ones once: the number of graphs is bounded, beside that of `require_compiler`."""
     from torch._dynamo.utils import counters  # takes seconds, as all of the compiler
 
@@ -36,7 +36,7 @@ def counted(max_graphs=MAX_GRAPHS, min_graphs=1):
     counters.clear()
     yield
     num_graphs = counters["stats"]["unique_graphs"] - 1
-    assert min_graphs <= num_graphs <= max_graphs, num_graphs
+    assert 1 <= num_graphs <= max_graphs, num_graphs
 
 
 def counted_in_pieces():

@@ -94,7 +94,7 @@ def test_rows_that_moved_are_those_of_one_server(tmp_path_factory, sizes, passes
         reached = [*states, *new[before:]]
         lock = threading.Condition()
         moves = [
-            RowMove(state, lock, n, after, lambda n, reached=reached: Wire(reached[n]))
+            RowMove(state, lock, n, after, lambda n, reached=reached: Wire(reached[n]), 0)
             for n, state in enumerate(states)
         ]
         for num_steps in passes:
@@ -127,13 +127,13 @@ def test_rows_keep_their_bits_on_the_wire(tmp_path):
     take_step([state], lambda keys: np.zeros(len(keys), int), 0)
     rows = state.tables[0].view()["rows"].copy()
     rows["numbers"].view(np.uint32)[0, 0] = 0x7F800001  # a signalling NaN
-    frame = pack_rows(0, rows, False)
+    frame = pack_rows(0, rows, False, 0)
     assert unpack_rows(frame).tobytes() == rows.tobytes()
 
 
 def test_a_server_hands_nothing_over_in_the_middle_of_a_step(tmp_path):
     state = build_state(tmp_path)
-    move = RowMove(state, threading.Condition(), 0, 1, lambda number: None)
+    move = RowMove(state, threading.Condition(), 0, 1, lambda number: None, 0)
     state.apply(Frame(FrameKind.PUSH, sequence=1, keys=np.arange(2), values=np.ones(8, np.float32)))
     with pytest.raises(RetryableError, match="a step is not over"):
         move.finish()
@@ -260,20 +260,25 @@ def take_own_step(server):
 def test_rows_of_an_earlier_change_do_not_take_the_place_of_newer_ones(joined):
     servers, _ = joined
     ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=2))
-    table = servers.servers[1]._state.tables[0]
-    rows = table.snapshot()["rows"]
+    state = servers.servers[1]._state
+    rows = state.tables[0].snapshot()["rows"]
     older = rows.copy()
     older["numbers"] -= 1
-    for change in (1, 2):
-        if change == 2:
-            ask(servers, 1, Frame(FrameKind.SETTLE, clock=2))
+    for late in (pack_rows(0, older, False, 1), Frame(FrameKind.CLOCKS, 1, clock=1, keys=np.array([9, 0, 9]))):
         with pytest.raises(RetryableError):
-            ask(servers, 1, pack_rows(0, older, False, change))
-        with pytest.raises(RetryableError):
-            ask(servers, 1, Frame(FrameKind.CLOCKS, 1, clock=change, keys=np.array([9, 0, 9])))
-        if change == 1:
-            assert table.snapshot()["rows"].tobytes() == rows.tobytes()
-    assert not servers.servers[1]._state.clocks
+            ask(servers, 1, late)
+    assert state.tables[0].snapshot()["rows"].tobytes() == rows.tobytes() and not state.clocks
+
+
+def test_rows_of_a_change_that_is_over_are_not_taken(joined):
+    servers, count_copied = joined
+    ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=2))
+    late = pack_rows(0, servers.servers[1]._state.tables[0].snapshot()["rows"], False, 2)
+    ask(servers, 1, Frame(FrameKind.SETTLE, clock=2))
+    with pytest.raises(RetryableError):
+        ask(servers, 1, late)
+    wait_for(lambda: not servers.servers[1]._num_drops)
+    assert not count_copied()
 
 
 def test_the_end_of_an_earlier_change_drops_nothing(joined):
@@ -293,9 +298,11 @@ def test_rows_wait_until_the_last_of_several_threads_has_dropped_what_is_foreign
         ask(servers, 1, Frame(FrameKind.SETTLE, clock=1))
     gates[0].set()
     wait_for(lambda: joiner._num_drops == 1)
+    wait, waits = joiner._wait_until_dropped, threading.Event()
+    joiner._wait_until_dropped = lambda: waits.set() or wait()
     moves = threading.Thread(target=ask, args=(servers, 0, Frame(FrameKind.MOVE, 2, clock=2)))
     moves.start()
-    moves.join(0.2)
+    assert waits.wait(60)
     assert moves.is_alive() and not count_copied()
     gates[1].set()
     moves.join(60)
