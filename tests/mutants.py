@@ -143,6 +143,13 @@ MUTANTS = [
         "tests/unit/server/test_row_encodings.py -k mean",
     ),
     Mutant(
+        "keys lose the highest byte of their differences",
+        "kftrain/core/row_encodings.py",
+        "(largest.bit_length() + 7) // 8",
+        "largest.bit_length() // 8",
+        "tests/unit/server/test_row_encodings.py -k keys_arrive",
+    ),
+    Mutant(
         "a checkpoint leaves out the gradients that wait for the end of a step",
         "kftrain/server/process.py",
         "if not self._state.is_between_steps:",
@@ -363,9 +370,30 @@ MUTANTS = [
     Mutant(
         "what topk has sent keeps its momentum",
         "kftrain/parallel/compression/momenta.py",
-        "        momentum[places] = 0.0\n",
-        "",
+        "            momentum[places] = 0.0\n",
+        "            pass\n",
         "tests/distributed/test_parity_compression.py -k 'loop and topk and ddp and 2'",
+    ),
+    Mutant(
+        "what topk sends late counts by the learning rate of that step",
+        "kftrain/parallel/compression/momenta.py",
+        "            self._feedback.mul_(self._rate / rate)\n",
+        "            pass\n",
+        "tests/distributed/test_parity_compression.py -k 'loop and topk and ddp and 2'",
+    ),
+    Mutant(
+        "topk masks momenta in its whole warm-up",
+        "kftrain/parallel/compression/momenta.py",
+        "stage >= NUM_WARMUP_STAGES - 1",
+        "True",
+        "tests/distributed/test_parity_compression.py -k 'loop and topk and warm'",
+    ),
+    Mutant(
+        "a resume of topk forgets the rate of the last step",
+        "kftrain/parallel/compression/momenta.py",
+        'float(state["rate"])',
+        "0.0",
+        "tests/distributed/test_parity_compression.py -k 'topk and another_number_of_processes and 3'",
     ),
     Mutant(
         "signs are those of gradients, not of momenta",

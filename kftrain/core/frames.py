@@ -22,7 +22,7 @@ from kftrain.core import row_encodings
 from kftrain.core.row_encodings import RowEncoding
 from kftrain.errors import ConfigError, LostPeerError
 
-HEADER = struct.Struct("<4sHHIIQQII")
+HEADER = struct.Struct("<4sBBHIIQQII")
 MAGIC = b"kft1"
 MAX_BODY_BYTES = 2**30
 HANDSHAKE_SECONDS = 10.0
@@ -115,10 +115,13 @@ class Frame:
 
     def encode(self) -> list[memoryview]:
         """Return what goes over the wire, in parts that are not copied."""
-        sizes = (self.keys.size, self.values.size)
+        # Keys are packed where the numbers are, too: as they are, they take less time than what they are beside.
+        key_bytes = row_encodings.KEY_BYTES
+        if self.encoding is RowEncoding.INT8:
+            key_bytes = row_encodings.choose_key_bytes(self.keys)
         numbers = self.table, self.worker, self.encoding + 4 * self.dim, self.sequence, self.clock
-        header = HEADER.pack(MAGIC, self.kind, *numbers, *sizes)
-        bodies = [np.ascontiguousarray(self.keys).data.cast("B")]
+        header = HEADER.pack(MAGIC, self.kind, key_bytes, *numbers, self.keys.size, self.values.size)
+        bodies = [row_encodings.encode_keys(self.keys, key_bytes)]
         if self.values.size:
             bodies.append(row_encodings.encode(self.values, self.encoding, self.dim))
         return [memoryview(header), *(body for body in bodies if body.nbytes)]
@@ -130,12 +133,19 @@ class FrameHeader:
 
     frame: Frame
     num_keys: int
+    key_bytes: int
+    """Bytes of a key on the wire; see `row_encodings.encode_keys`."""
     num_values: int
 
     @property
     def body_bytes(self) -> int:
         """Bytes behind the header."""
-        return 8 * self.num_keys + self.values_bytes
+        return self.keys_bytes + self.values_bytes
+
+    @property
+    def keys_bytes(self) -> int:
+        """Bytes of the keys."""
+        return row_encodings.count_keys_bytes(self.num_keys, self.key_bytes)
 
     @property
     def values_bytes(self) -> int:
@@ -144,24 +154,26 @@ class FrameHeader:
 
     def read_body(self, body: memoryview) -> Frame:
         """Return the frame whose arrays are views of `body`."""
-        keys = np.frombuffer(body, np.int64, self.num_keys)
+        keys = row_encodings.decode_keys(np.frombuffer(body, np.uint8, self.keys_bytes), self.key_bytes)
         values = np.empty(self.num_values, np.float32)
-        wire = np.frombuffer(body, np.uint8, self.values_bytes, 8 * self.num_keys)
+        wire = np.frombuffer(body, np.uint8, self.values_bytes, self.keys_bytes)
         row_encodings.decode(wire, self.frame.encoding, self.frame.dim, values)
         return dataclasses.replace(self.frame, keys=keys, values=values)
 
 
 def decode_header(header: bytes | bytearray | memoryview) -> FrameHeader | None:
     """Decode a header; None if it is none, or of a body that is too large."""
-    magic, kind, table, worker, encoding, sequence, clock, num_keys, num_values = HEADER.unpack(header)
+    magic, kind, key_bytes, table, worker, encoding, sequence, clock, num_keys, num_values = HEADER.unpack(header)
     dim, number = divmod(encoding, 4)
     is_known = magic == MAGIC and kind in FrameKind._value2member_map_ and number in RowEncoding._value2member_map_
     if not is_known or 8 * num_keys + 4 * num_values > MAX_BODY_BYTES:
         return None
+    if not 0 < key_bytes <= row_encodings.KEY_BYTES:
+        return None
     if number == RowEncoding.INT8 and (not dim or num_values % dim):
         return None
     frame = Frame(FrameKind(kind), table, worker, sequence, clock, encoding=RowEncoding(number), dim=dim)
-    return FrameHeader(frame, num_keys, num_values)
+    return FrameHeader(frame, num_keys, key_bytes, num_values)
 
 
 class FrameSocket:
@@ -206,7 +218,7 @@ class FrameSocket:
         header = decode_header(self._header)
         if header is None:
             raise self._lose("something else than a frame came, or one that is too large")
-        keys = np.empty(header.num_keys, np.int64)
+        keys = np.empty(header.keys_bytes, np.uint8)
         if values_memory is None or values_memory.size < header.num_values:
             values_memory = np.empty(header.num_values, np.float32)
         values = values_memory[: header.num_values]
@@ -217,7 +229,7 @@ class FrameSocket:
                 self._fill(memory.cast("B"))
         if not is_plain:
             row_encodings.decode(wire, header.frame.encoding, header.frame.dim, values)
-        return dataclasses.replace(header.frame, keys=keys, values=values)
+        return dataclasses.replace(header.frame, keys=row_encodings.decode_keys(keys, header.key_bytes), values=values)
 
     def authenticate(self, secret: bytes, is_server: bool) -> None:
         """Prove to the other end that this one knows the secret, and have it prove the same, before any frame.

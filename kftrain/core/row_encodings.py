@@ -1,6 +1,7 @@
 """Rows of float32 numbers as they travel: as they are, as bf16, or as int8 with a power of two for each row.
 
-A row that was decoded is encoded to the same bits again: so a log or a copy of a server has what the server has.
+A row that was decoded is encoded to the same bits again: so a log or a copy of a server has what the server has. Keys
+of rows travel as int64, or rising ones as their differences, in so few bytes as the largest of these needs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
+Keys = NDArray[np.int64]
+
+KEY_BYTES = 8
+"""Bytes of a key as it is."""
 
 NOT_FINITE = -128
 """The exponent of a row with a number that is not finite; all of it is decoded as NaN."""
@@ -56,6 +61,39 @@ def decode(wire: NDArray[np.uint8], encoding: RowEncoding, dim: int, values: Flo
         rows[exponents == NOT_FINITE] = np.nan
     else:
         values[:] = wire.view(np.float32)
+
+
+def choose_key_bytes(keys: Keys) -> int:
+    """Return the bytes of a key's difference from the one before; all of them where keys do not rise."""
+    if keys.size < 2:
+        return KEY_BYTES
+    largest = int(np.diff(keys.view(np.uint64)).max())  # a fall goes around, to a large number
+    return max(1, (largest.bit_length() + 7) // 8)
+
+
+def count_keys_bytes(num_keys: int, key_bytes: int) -> int:
+    """Return the bytes of so many keys: the first one is whole."""
+    if key_bytes == KEY_BYTES or not num_keys:
+        return num_keys * KEY_BYTES
+    return KEY_BYTES + (num_keys - 1) * key_bytes
+
+
+def encode_keys(keys: Keys, key_bytes: int) -> memoryview:
+    """Return the bytes that travel; whole keys are not copied."""
+    keys = np.ascontiguousarray(keys)
+    if key_bytes == KEY_BYTES:
+        return keys.data.cast("B")
+    steps = np.diff(keys).view(np.uint8).reshape(-1, KEY_BYTES)[:, :key_bytes]
+    return np.concatenate([keys[:1].view(np.uint8), steps.reshape(-1)]).data.cast("B")
+
+
+def decode_keys(wire: NDArray[np.uint8], key_bytes: int) -> Keys:
+    """Return the keys of what travelled; whole ones as a view of it."""
+    if key_bytes == KEY_BYTES or wire.size < KEY_BYTES:
+        return wire.view(np.int64)
+    steps = np.zeros((1 + (wire.size - KEY_BYTES) // key_bytes, KEY_BYTES), np.uint8)
+    steps[0], steps[1:, :key_bytes] = wire[:KEY_BYTES], wire[KEY_BYTES:].reshape(-1, key_bytes)
+    return np.cumsum(steps.reshape(-1).view(np.int64))
 
 
 def round_up_or_down(values: Floats, dim: int, noise: Floats) -> Floats:

@@ -81,6 +81,8 @@ class Distributed:
         """Is given gradients of a part of the batch: a replica's before their exchange, or a first micro batch's."""
         self.list_gradients: Callable[[], list[torch.Tensor]] = lambda: collect_local_gradients(model.parameters())
         """Returns the gradients of the micro batches so far, where nothing is exchanged."""
+        self.learning_rate = 0.0
+        """Rate of the step that is computed."""
         self.metrics: dict[str, torch.Tensor] = {}
         """Further numbers of the last step, by name: scalars on the device, the same on all processes."""
         self.when_dropped: list[Callable[[nn.Parameter], None]] = []

@@ -118,6 +118,7 @@ class SpmdEngine:
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the steps that follow."""
         self.optimizer.set_learning_rate(rate)
+        self._distributed.learning_rate = rate
 
     def step(self, batch: StepBatch, num_terms: int, agree: Agree) -> StepResult:
         """Take one step; see `Engine.step`."""

@@ -19,13 +19,11 @@ NUM_STEPS = 100
 """Steps at the end, the mean of whose losses is compared."""
 
 SGD = ["train.steps=1000", "optimizer.kind=sgd", "optimizer.weight_decay=0.0001"]
-MORE = {"topk": ("parallel.compression.warmup_steps=200",)}
-RATES = {"none": 0.6, "topk": 1.0, "sign": 0.003}
-"""Of `none` and `topk` about the best in a bare loop of the same formulas, among rates from 0.05 to 1.6."""
+MORE = {"topk": ("parallel.compression.warmup_steps=200", "optimizer.momentum=0.8")}
+RATES = {"none": 0.8, "topk": 1.6, "sign": 0.003}
+"""Of `none` and `topk` about the best in a bare loop of the same formulas, among rates from 0.05 to 4."""
 BAR = 0.05
 """What a kind may lose to dense SGD."""
-LIMITS = {"topk": 0.08, "sign": BAR}
-"""What it loses at most: `topk` 0.065, with room for another order of sums."""
 
 
 def train(root, name, settings, processes, shared):
@@ -62,7 +60,7 @@ def test_a_compressed_training_comes_to_the_loss_of_fp32_within_one_percent(last
     assert abs(compressed / dense - 1) < 0.01
 
 
-@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("kind", ["topk", "sign"])
 def test_largest_numbers_and_signs_come_near_to_the_loss_of_dense_sgd(last_loss, kind):
     dense, compressed = (
         last_loss(name, "ddp", 2, (*SGD, *MORE.get(name, ()), f"optimizer.learning_rate={RATES[name]}"))
@@ -70,4 +68,4 @@ def test_largest_numbers_and_signs_come_near_to_the_loss_of_dense_sgd(last_loss,
     )
     lost = compressed / dense - 1
     print(f"\n{kind}: {compressed:.4f}, dense SGD {dense:.4f}, {lost:+.2%}; bar {BAR:.0%}")
-    assert lost < LIMITS[kind]
+    assert lost < BAR

@@ -5,6 +5,10 @@ sent (momentum correction); of what is sent the momentum begins anew (factor mas
 that, by the limit over the square root of the number of processes (local clipping), so the engine does not clip. The
 share that is sent falls to the configured one by powers of a quarter (warm-up).
 
+Two things differ from the paper, and both brought the loss nearer to that of dense SGD. A momentum counts by the
+learning rate of its own step, as in SGD, not by that of the step that sends it, which schedules have made smaller. And
+while the warm-up sends so much that masking would leave hardly any momentum, nothing is masked.
+
 `sign` is Signum (Bernstein et al. 2018, arXiv:1810.05165, algorithm 1). A process sends the signs of its momenta to
 their owners, which count them, and send out the sign of the sum. A number that is 0, such as that of a word that did
 not occur yet, has no vote, and a tie is 0.
@@ -13,7 +17,7 @@ not occur yet, has no vote, and a tie is 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +31,7 @@ from kftrain.parallel.sharded import all_gather
 
 FIRST_DENSITY = 0.25
 NUM_WARMUP_STAGES = 4
-"""Shares of 1/4, 1/16, 1/64 and 1/256 in equal parts of the warm-up, as in the paper."""
+"""Shares of 1/4, 1/16, 1/64 and 1/256 in equal parts of the warm-up, as in the paper; only the last one masks."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +70,45 @@ class MomentumSums(CompressedSums):
 
 
 class SparseSums(MomentumSums):
-    """Sums of the largest numbers; the feedback is what was not sent yet."""
+    """Sums of the largest numbers; the feedback is what was not sent yet, over the learning rate of the last step."""
 
-    def __init__(self, group: dist.ProcessGroup, config: CompressionConfig, bucket_bytes: int, rule: LocalRule) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        config: CompressionConfig,
+        bucket_bytes: int,
+        rule: LocalRule,
+        find_rate: Callable[[], float],
+    ) -> None:
+        """`find_rate`: returns the learning rate of the step that is computed."""
         super().__init__(group, Rounded(torch.float32), True, bucket_bytes, rule)
         self._config = config
+        self._find_rate = find_rate
+        self._rate = 0.0
+        """Learning rate of the last step; 0 before the first one."""
         self._num_steps = 0
         """Number of steps since the run began, skipped ones with them."""
 
     def gather(self) -> None:
         """Leave in `work` what this process has to send: momenta of its gradients that were not sent yet."""
         super().gather()
+        self._follow_rate()
         torch.add(self._feedback, self._next_momentum, out=self._work)
-        self._density = self._find_density()
+        self._plan_step()
         self._num_steps += 1
 
-    def _find_density(self) -> float:
+    def _follow_rate(self) -> None:
+        """Let what waits count as much as before, although the optimizer will multiply it by another rate."""
+        rate = self._find_rate()
+        if rate and self._rate not in (0.0, rate):  # also where this step is skipped, as the next one goes on from here
+            self._feedback.mul_(self._rate / rate)
+        self._rate = rate or self._rate
+
+    def _plan_step(self) -> None:
         warmup, density = self._config.warmup_steps, self._config.density
-        if self._num_steps >= warmup:
-            return density
-        return max(density, FIRST_DENSITY ** (1 + self._num_steps * NUM_WARMUP_STAGES // warmup))
+        stage = NUM_WARMUP_STAGES if self._num_steps >= warmup else self._num_steps * NUM_WARMUP_STAGES // warmup
+        self._density = density if stage == NUM_WARMUP_STAGES else max(density, FIRST_DENSITY ** (1 + stage))
+        self._is_masking = stage >= NUM_WARMUP_STAGES - 1
 
     def exchange_bucket(self, start: int, end: int) -> Iterator[None]:
         """Sum the largest numbers of all processes; of each process its own, at places of its own."""
@@ -93,7 +116,8 @@ class SparseSums(MomentumSums):
         places = work.abs().topk(math.ceil(self._density * (end - start)), sorted=False).indices
         pairs = torch.stack([work[places].view(torch.int32), places.int()]).unsqueeze(0)
         work[places] = 0.0
-        momentum[places] = 0.0
+        if self._is_masking:
+            momentum[places] = 0.0
         received = pairs.new_empty(self._group.size(), *pairs.shape[1:])
         flight: Any = all_gather(received, pairs, group=self._group, async_op=True)
         yield
@@ -103,13 +127,14 @@ class SparseSums(MomentumSums):
             sums.index_add_(0, others, values.view(torch.float32))
 
     def save(self) -> dict[str, Any]:
-        """Return what was not sent and the momenta, summed over processes, and the number of steps. Collective."""
-        return super().save() | {"num_steps": torch.tensor(self._num_steps)}
+        """Return sums over processes of momenta and of what was not sent; number and rate of steps. Collective."""
+        numbers = {"num_steps": torch.tensor(self._num_steps), "rate": torch.tensor(self._rate, dtype=torch.float64)}
+        return super().save() | numbers
 
     def load(self, state: dict[str, Any]) -> None:
         """See `CompressedSums`."""
         super().load(state)
-        self._num_steps = int(state["num_steps"])
+        self._num_steps, self._rate = int(state["num_steps"]), float(state["rate"])
 
 
 class Votes(MomentumSums):

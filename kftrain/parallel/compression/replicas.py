@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -30,7 +30,7 @@ class CompressReplicas:
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Register the exchange, and the part of the checkpoint; see `Transform`."""
         group = distributed.mesh.group(["replicate"])
-        sums = self._make_sums(group)
+        sums = self._make_sums(group, lambda: distributed.learning_rate)
         distributed.team = Team((group,))
         distributed.when_filled.append(lambda: sums.begin(distributed.model, distributed.names))
         distributed.after_backward.append(sums.exchange)
@@ -39,10 +39,10 @@ class CompressReplicas:
         if sums.has_feedback or self.rule:
             distributed.parts[PART] = Part(1, sums.save, sums.load)
 
-    def _make_sums(self, group: dist.ProcessGroup) -> CompressedSums:
+    def _make_sums(self, group: dist.ProcessGroup, find_rate: Callable[[], float]) -> CompressedSums:
         compression, bucket_bytes = self.parallel.compression, self.parallel.bucket_bytes or BUCKET_BYTES
         if self.rule and compression.kind == "topk":
-            return SparseSums(group, compression, bucket_bytes, self.rule)
+            return SparseSums(group, compression, bucket_bytes, self.rule, find_rate)
         if compression.kind == "powersgd":
             return LowRankSums(group, compression.rank, bucket_bytes)
         if self.rule:

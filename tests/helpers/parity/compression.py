@@ -403,9 +403,15 @@ class Sparse:
             return self.density
         return max(self.density, (1 / 4, 1 / 16, 1 / 64, 1 / 256)[4 * step // self.warmup_steps])
 
+    def is_masking(self, step):
+        return 4 * step >= 3 * self.warmup_steps
+
 
 def sparse_loop(case, first_weights, parts, how):
-    """As `loop`, of section 3 of the paper: SGD has no momentum, each process has one."""
+    """As `loop`, of section 3 of the paper: SGD has no momentum, each process has one.
+
+    What waits is in units of weights: a momentum counts by the rate of its own step.
+    """
     network = case.network()
     network.load_state_dict({name: torch.tensor(value) for name, value in first_weights.items()})
     parameters = list(network.parameters())
@@ -429,16 +435,16 @@ def sparse_loop(case, first_weights, parts, how):
                 if how.clip:
                     gradient = clipped(gradient, stage.processes, how.clip)
                 momenta[rank] = np.float32(MOMENTUM) * momenta[rank] + gradient
-                waiting[rank] = waiting[rank] + momenta[rank]
+                waiting[rank] = waiting[rank] + np.float32(case.rate(step)) * momenta[rank]
                 for start, stop in buckets:
                     unit = stage.processes * BLOCK
                     count = int(np.ceil(how.density_of(step) * (-(-(stop - start) // unit) * unit)))
                     largest = start + np.argsort(-np.abs(waiting[rank][start:stop]), kind="stable")[:count]
                     if stage.processes == 1:
                         largest = slice(start, stop)
-                    applied[largest] += waiting[rank][largest]
+                    applied[largest] += waiting[rank][largest] / np.float32(case.rate(step))
                     waiting[rank][largest] = 0
-                    if stage.processes > 1:
+                    if stage.processes > 1 and how.is_masking(step):
                         momenta[rank][largest] = 0
             set_up_step(optimizer, parameters, applied, case.rate(step))
             norms.append(float(np.sqrt(np.square(applied.astype(np.float64)).sum())))

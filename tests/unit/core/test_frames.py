@@ -66,11 +66,13 @@ def test_a_frame_larger_than_the_buffers_of_the_kernel_arrives(pair):
 @pytest.mark.parametrize(
     "header",
     [
-        HEADER.pack(b"GET ", 2, 0, 0, 0, 0, 0, 0, 0),
-        HEADER.pack(MAGIC, 77, 0, 0, 0, 0, 0, 0, 0),
-        HEADER.pack(MAGIC, 2, 0, 0, 0, 0, 0, MAX_BODY_BYTES // 8, 1),
+        HEADER.pack(b"GET ", 2, 8, 0, 0, 0, 0, 0, 0, 0),
+        HEADER.pack(MAGIC, 77, 8, 0, 0, 0, 0, 0, 0, 0),
+        HEADER.pack(MAGIC, 2, 0, 0, 0, 0, 0, 0, 1, 0),
+        HEADER.pack(MAGIC, 2, 9, 0, 0, 0, 0, 0, 1, 0),
+        HEADER.pack(MAGIC, 2, 8, 0, 0, 0, 0, 0, MAX_BODY_BYTES // 8, 1),
     ],
-    ids=["magic", "kind", "size"],
+    ids=["magic", "kind", "no bytes of keys", "bytes of keys", "size"],
 )
 def test_what_is_no_frame_is_refused_before_memory_is_taken_for_it(pair, header):
     _, right, raw = pair
