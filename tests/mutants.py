@@ -143,6 +143,13 @@ MUTANTS = [
         "tests/unit/server/test_row_encodings.py -k mean",
     ),
     Mutant(
+        "processes of two jobs meet",
+        "kftrain/parallel/world.py",
+        'elif store.get("job") != job.encode():',
+        'elif store.get("job") is None:',
+        "tests/distributed/test_world.py -k another_job",
+    ),
+    Mutant(
         "keys lose the highest byte of their differences",
         "kftrain/core/row_encodings.py",
         "(largest.bit_length() + 7) // 8",

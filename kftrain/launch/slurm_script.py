@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import zlib
 from pathlib import Path
 
 import jinja2
@@ -84,6 +85,7 @@ def build_script(spec: JobSpec, config: Config) -> str:
         nodes=nodes,
         parts=" ".join(f'"$SLURM_JOB_ID_HET_GROUP_{group}"' for group in range(1, len(spec.roles))),
         grace=GRACE_SECONDS,
+        port=zlib.crc32(spec.run_uri.encode()) % 10_000,
         task=spec.task,
     )
     return script

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kftrain.errors import KftrainError, LaunchError, error_from_dict
+from kftrain.errors import KftrainError, LaunchError, RetryableError, error_from_dict
 from kftrain.parallel.topology import Site, order_by_site
 from kftrain.process import store_socket
 
@@ -146,16 +146,32 @@ def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World
 
 
 def _meet_others(timeout: timedelta) -> Any:
-    """Open the store of rank 0, once all processes have come. On a single node it is given the listening socket."""
-    is_main = os.environ["RANK"] == "0"
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        int(os.environ["WORLD_SIZE"]),
-        is_master=is_main,
-        timeout=timeout,
-        master_listen_fd=store_socket.take_descriptor(),
-    )
+    """Open the store of rank 0. On a single node it is given the listening socket.
+
+    Raises RetryableError where another job has the port: of two that train the same model, processes that met there
+    would train on together, each for the other's run.
+    """
+    is_main, job = os.environ["RANK"] == "0", os.environ.get(store_socket.JOB_ENV, "")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        # Nobody is waited for here: a stranger would be counted.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            port,
+            is_master=is_main,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=store_socket.take_descriptor(),
+        )
+    except dist.DistNetworkError as error:
+        if not is_main:
+            raise
+        raise RetryableError(f"processes cannot meet: {str(error).splitlines()[0]}", where=f"port {port}") from error
+    if is_main:
+        store.set("job", job)
+    elif store.get("job") != job.encode():
+        raise RetryableError("another job answers where the processes of this one meet", where=f"{address}:{port}")
+    return store
 
 
 def _find_place(store: Any, rank: int, size: int) -> tuple[int, tuple[Site, ...]]:

@@ -1,4 +1,7 @@
-"""The listening socket that rank 0 of a single node inherits, so that no other process can take its port meanwhile."""
+"""Where the processes of a job meet: what they are called there, and the socket that rank 0 of a single node inherits.
+
+It inherits the socket so that no other process can take its port meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import socket
 
 STORE_ENV = "KFTRAIN_STORE_DESCRIPTOR"
 """Variable with the descriptor of the socket."""
+
+JOB_ENV = "KFTRAIN_JOB"
+"""Variable with the name of the job, the same on all of its nodes and on no other job's."""
 
 
 def open_listener(num_processes: int) -> socket.socket:

@@ -7,7 +7,9 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 
+from kftrain.core import storage
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_RANK_ENV, PORT_ENV, RENDEZVOUS_PORT
+from kftrain.process import store_socket
 from kftrain.process.machine import num_cpus
 from kftrain.run.paths import RunPaths
 
@@ -87,7 +89,7 @@ class NodeSpec:
         return {"OMP_NUM_THREADS": str(max(1, num_cpus() // self.processes)), **os.environ}
 
     def build_rank_environment(self, local_rank: int, address: str, port: int) -> dict[str, str]:
-        """Return torchrun's variables for one rank: its place in the job, and where rank 0 listens."""
+        """Return torchrun's variables for one rank, its place in the job and where to meet; and the job's name."""
         return {
             "RANK": str(self.ranks[local_rank]),
             "LOCAL_RANK": str(local_rank),
@@ -96,6 +98,7 @@ class NodeSpec:
             "LOCAL_WORLD_SIZE": str(self.processes),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
+            store_socket.JOB_ENV: storage.sha256_text(f"{self.task} {self.run_uri} {self.digest}"),
         }
 
 

@@ -70,3 +70,45 @@ def test_training_does_not_wait_longer_than_its_timeout(tmp_path):
 
 def test_a_peer_that_dies_is_noticed_at_once_also_by_who_is_patient(tmp_path):
     assert outputs_of("dies", tmp_path) == ["lost before the peer came", ""]
+
+
+MEET = """
+import os
+from kftrain.errors import RetryableError
+from kftrain.parallel.world import join_world
+
+try:
+    with join_world(timeout_seconds=60.0) as world:
+        print(world.gather(os.environ["KFTRAIN_JOB"]), flush=True)
+except RetryableError as error:
+    print(error.line, flush=True)
+"""
+
+
+def start_rank(rank, job, port, **given):
+    """A process of a job of two that meets the other one at a port of this machine."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, "-c", MEET],
+        env={**os.environ, **place, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", store_socket.JOB_ENV: job, **given},
+        pass_fds=[int(descriptor) for descriptor in given.values()],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_process_of_another_job_is_turned_away_and_disturbs_nobody():
+    """Of two that train the same model each would else train for the other's run, and commit half of a checkpoint."""
+    with store_socket.open_listener(2) as listener:
+        port = listener.getsockname()[1]
+        first = start_rank(0, "a", port, **{store_socket.STORE_ENV: str(listener.fileno())})
+    stranger = start_rank(1, "b", port)
+    assert "another job answers where the processes of this one meet" in stranger.communicate(timeout=200)[0]
+    second = start_rank(1, "a", port)
+    assert [one.communicate(timeout=200)[0].strip() for one in (first, second)] == ["['a', 'a']"] * 2
+
+
+def test_a_port_that_another_job_has_costs_an_attempt_and_no_more():
+    with store_socket.open_listener(2) as listener:
+        first = start_rank(0, "a", listener.getsockname()[1])
+        assert "processes cannot meet: The server socket has failed to listen" in first.communicate(timeout=200)[0]

@@ -99,13 +99,21 @@ def site(request, tmp_path_factory):
         yield stack.enter_context(module.open_site(request, tmp_path_factory.mktemp(request.param)))
 
 
+_unwell = set()
+"""Names of sites of which the last test has failed, in this process."""
+
+
 @pytest.fixture(autouse=True)
 def environment(request, monkeypatch):
     """The variables of the site; code of the tests may be imported by the processes that a test starts."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "e2e"))
     if "site" in request.fixturenames:
-        for name, value in request.getfixturevalue("site").environment.items():
+        site = request.getfixturevalue("site")
+        for name, value in site.environment.items():
             monkeypatch.setenv(name, value)
+        if site.name in _unwell:
+            _unwell.remove(site.name)
+            site.mend()
 
 
 @pytest.fixture
@@ -158,6 +166,8 @@ def pytest_runtest_makereport(item, call):
     marker = item.get_closest_marker("promise")
     if marker and hasattr(item, "callspec"):
         report.user_properties.append(("cell", [item.callspec.params["site"], marker.args[0]]))
+        if report.failed:
+            _unwell.add(item.callspec.params["site"])
     return report
 
 

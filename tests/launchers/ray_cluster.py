@@ -69,6 +69,12 @@ class RayCluster:
             if child.is_running():
                 child.kill()
 
+    def restart(self) -> None:
+        """End every process, and start a new cluster at the same address: what it knew of jobs is gone."""
+        self.__exit__()
+        self._processes.clear()
+        self.__enter__()
+
     def start_node(self) -> None:
         """Start one more node, and wait until Ray counts it."""
         before = self.count_nodes()

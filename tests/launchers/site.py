@@ -35,6 +35,9 @@ class Site:
     store: object = None
     """The object store below the storage root, where it is not the one that all clusters share."""
 
+    def mend(self):
+        """Brings back to health what a failed test may have left unwell."""
+
     def list_alive(self, run_uri):
         """Names of what of a run's jobs still works: pods, processes."""
         raise NotImplementedError

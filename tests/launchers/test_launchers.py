@@ -164,7 +164,8 @@ def test_the_next_launcher_adopts_the_job(site, promise, tmp_path):
 
 @pytest.mark.promise("two launchers")
 def test_of_two_launchers_one_runs_the_job(site, promise, tmp_path):
-    with training(site, tmp_path) as (run_uri, first), running("train", run_uri, folder=tmp_path) as second:
+    slower = {**SLOW, "task.slow_seconds": 1.5}  # the second one must be there before the end
+    with training(site, tmp_path, slower) as (run_uri, first), running("train", run_uri, folder=tmp_path) as second:
         codes = sorted([first.process.wait(300), second.process.wait(300)])
     assert codes == [0, 17], first.output + second.output
     assert_every_step_was_taken(run_uri, attempts.find_last_attempt(RunPaths(run_uri)))

@@ -104,8 +104,8 @@ def launch():
 
     yield start
     for one in started:
-        one.process.kill()
-        one.process.wait()
+        with one.process:  # closes what its output came through
+            one.process.kill()
 
 
 def wait_until(is_so, seconds=math.inf):

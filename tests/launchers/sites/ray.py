@@ -38,6 +38,10 @@ class RaySite(Site):
         super().__init__(**values)
         self.cluster = cluster
 
+    def mend(self):
+        """A cluster whose dashboard, or the agent that takes jobs, has died on a busy machine does not come back."""
+        self.cluster.restart()
+
     def list_alive(self, run_uri):
         return [
             f"{process.pid} {' '.join(process.info['cmdline'])[:80]}"

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,7 +155,12 @@ def test_the_first_error_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
 def test_each_rank_is_told_its_place_in_torchruns_variables():
     node = NodeSpec("train", "uri", "digest", processes=4, nodes=3, node_rank=1, address="job-worker-0")
     assert NodeSpec.from_argument(node.to_argument()) == node
-    assert node.build_rank_environment(2, node.address, 23456) == {
+    environment = node.build_rank_environment(2, node.address, 23456)
+    job = environment.pop("KFTRAIN_JOB")
+    assert job == replace(node, node_rank=2).build_rank_environment(0, "other", 1)["KFTRAIN_JOB"]
+    others = (replace(node, run_uri="other"), replace(node, digest="other"), replace(node, task="evaluate"))
+    assert job not in [other.build_rank_environment(2, "", 1)["KFTRAIN_JOB"] for other in others]
+    assert environment == {
         "RANK": "6", "LOCAL_RANK": "2", "GROUP_RANK": "1", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "job-worker-0", "MASTER_PORT": "23456",
     }  # fmt: skip
