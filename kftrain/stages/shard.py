@@ -218,11 +218,8 @@ def _require_same_dataset(paths: RunPaths, shards: RunShards) -> None:
     except DataError:  # unknown or damaged: checkpoints refuse another dataset
         return
     if before != shards.dataset_digest and resolve.has_trained(paths):
-        raise OtherTrainingError(
-            f"this run is another training: dataset {before} -> {shards.dataset_digest}",
-            where=paths.uri,
-            fix="start a new run for the new data",
-        )
+        what = f"this run is another training: dataset {before} -> {shards.dataset_digest}"
+        raise OtherTrainingError(what, where=paths.uri, fix="start a new run for the new data")
 
 
 def _summarize(paths: RunPaths, shards: RunShards, described: Manifest, reused: bool) -> dict[str, Any]:
