@@ -74,7 +74,7 @@ class Jobs(Protocol):
 class Launcher(Jobs, Protocol):
     """Runs one attempt of a job at a time."""
 
-    interrupted: bool
+    interrupted: bool = False
     """True once this process was told to stop, so that the caller makes no further attempt."""
 
     def check(self) -> None:

@@ -56,7 +56,6 @@ class LocalLauncher(Launcher):
     job_words = "a job of this machine"
 
     def __init__(self) -> None:
-        self.interrupted = False
         self._child: KeptProcess | None = None
         self._command: list[str] = []
 

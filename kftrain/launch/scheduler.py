@@ -156,7 +156,6 @@ class SchedulerLauncher(Launcher, Generic[JobT]):
     """Seconds for which the scheduler may not know a job that it was given."""
 
     def __init__(self, config: Config) -> None:
-        self.interrupted = False
         self._config = config
         self._token = uuid.uuid4().hex
 

@@ -52,7 +52,6 @@ class ClusterLauncher(ClusterJobs, Launcher):
         tasks = (TRAINING, SHARDING) if config.data.shard_pods > 1 else (TRAINING,)
         kinds = [load_kind(config.launch.backend, task) for task in tasks]
         super().__init__(kinds, config.launch.kubernetes.namespace)
-        self.interrupted = False
         self._is_terminated = False
         """True once somebody terminates the pipeline run: then this process has seconds left."""
         self._config = config
