@@ -93,9 +93,9 @@ class ClusterJobs(Jobs):
     def cancel(self, run: str) -> list[str]:
         """Delete the run's jobs and wait until their pods are gone: see `Jobs.cancel`."""
         run_id = RunPaths(run).run_id
-        found = _find_jobs(self.clusters, run_id)
-        jobs = [(cluster, str(job["metadata"]["name"])) for cluster, job in found]
-        for cluster, job in found:
+        living = _find_jobs(self.clusters, run_id)
+        jobs = [(cluster, str(job["metadata"]["name"])) for cluster, job in living]
+        for cluster, job in living:
             cluster.delete_job(job["metadata"]["name"], job["metadata"]["uid"])
         deadline = time.monotonic() + GOING_SECONDS
         while any(has_pods_at_work(cluster, name) for cluster, name in jobs):
