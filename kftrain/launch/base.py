@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kftrain.config import Config
 from kftrain.core.progress import Progress, to_log
@@ -46,6 +46,9 @@ class Jobs(Protocol):
     All but `describe` raise LaunchError where the run has no job, and for what a backend cannot do.
     """
 
+    job_words: ClassVar[str] = "a job"
+    """A job of the backend in words, for its errors."""
+
     def describe(self, run: str) -> list[JobStatus]:
         """Return the status of a run's jobs; with an empty `run`, of the jobs of all runs."""
 
@@ -53,10 +56,16 @@ class Jobs(Protocol):
         """End the jobs of a run after a commit, and wait until they are gone; return their names."""
 
     def suspend(self, run: str) -> list[str]:
-        """Take the pods of a run's jobs away after a commit, until `unsuspend`; return the jobs' names."""
+        """Take the pods of a run's jobs away after a commit, until `unsuspend`; return the jobs' names.
+
+        Refuses by default: not all jobs can give up their place and come back.
+        """
+        fix = "end it with kftrain cancel; kftrain run --resume goes on from its last commit"
+        raise LaunchError(f"{self.job_words} cannot be suspended", where=run, fix=fix)
 
     def unsuspend(self, run: str) -> list[str]:
-        """Let the suspended jobs of a run go on; return their names."""
+        """Let the suspended jobs of a run go on; return their names. Refuses by default, as `suspend` does."""
+        return self.suspend(run)
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write the lines that the workers have printed; with `follow`, until the job has ended."""
@@ -65,8 +74,12 @@ class Jobs(Protocol):
 class Launcher(Jobs, Protocol):
     """Runs one attempt of a job at a time."""
 
+    interrupted: bool = False
+    """True once this process was told to stop, so that the caller makes no further attempt."""
+
     def check(self) -> None:
-        """Raise LaunchError if such jobs cannot be created from here."""
+        """Raise LaunchError if such jobs cannot be created from here; by default they can."""
+        return
 
     def build(self, spec: JobSpec) -> Request:
         """Return at least the request that `run` would make. Pure. Raises LaunchError if the backend cannot run it."""
@@ -74,8 +87,10 @@ class Launcher(Jobs, Protocol):
     def prepare(self, spec: JobSpec) -> None:
         """Get ready, in the background, to `run` a job of this task, where that saves time.
 
-        The environment of the job may still change. `close` undoes the preparation.
+        The environment of the job may still change. `close` undoes the preparation. By default there is none: a job
+        that waits would hold its nodes.
         """
+        return
 
     def run(self, spec: JobSpec) -> int:
         """Start the job, stream its output to stdout, and return its exit code when all its processes are gone.
@@ -84,12 +99,9 @@ class Launcher(Jobs, Protocol):
         SIGTERM and SIGINT reach the job as SIGTERM, and the call still returns only when it has ended.
         """
 
-    @property
-    def interrupted(self) -> bool:
-        """True once this process was told to stop, so that the caller makes no further attempt."""
-
     def close(self) -> None:
-        """Let go of everything that is kept for another attempt: there will be none."""
+        """Let go of everything that is kept for another attempt: there will be none. By default nothing is kept."""
+        return
 
     def clean(self, paths: RunPaths, job_id: str) -> list[str]:
         """Remove everything that jobs of a run have left behind; return a name for each. Raises LaunchError.
@@ -125,19 +137,10 @@ def find_jobs(config: Config | None, namespace: str = "", warn: Progress = to_lo
     return ClusterJobs(load_kinds(), namespace or (config.launch.kubernetes.namespace if config else ""), warn)
 
 
-def make_suspension_error(job: str, run: str) -> LaunchError:
-    """Build the error of a backend whose jobs cannot give up their place and come back; `job` in words."""
-    fix = "end it with kftrain cancel; kftrain run --resume goes on from its last commit"
-    return LaunchError(f"{job} cannot be suspended", where=run, fix=fix)
-
-
 def require_remote_jobs(config: Config, who: str) -> None:
     """Raise LaunchError if jobs would run below their launcher, since `who` has neither torch nor a GPU."""
     if config.launch.is_remote:
         return
-    raise LaunchError(
-        f"{who} have neither torch nor a GPU: they launch jobs",
-        where="launch.backend",
-        value=config.launch.backend,
-        fix=f"set it to {' or '.join(name for name, backend in BACKENDS.items() if backend.is_remote)}",
-    )
+    what = f"{who} have neither torch nor a GPU: they launch jobs"
+    fix = f"set it to {' or '.join(name for name, backend in BACKENDS.items() if backend.is_remote)}"
+    raise LaunchError(what, where="launch.backend", value=config.launch.backend, fix=fix)

@@ -22,7 +22,7 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.credentials import SERVER_SECRET_VARIABLE
 from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError
-from kftrain.launch.base import JobStatus, Request, make_suspension_error
+from kftrain.launch.base import JobStatus, Launcher, Request
 from kftrain.launch.role_processes import RoleProcesses, find_root_cause
 from kftrain.launch.servers import ServersOfJob
 from kftrain.launch.spec import NODE_RANK_ENV, JobSpec
@@ -46,38 +46,30 @@ COMMAND = (sys.executable, "-m", "kftrain")
 """The command `kftrain` of this very installation."""
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Runs jobs in a child process. The child and all below it die with this process, however it dies.
 
     The child is kept while another attempt may follow. Other processes of the same user find the jobs of
     this machine, and end them through their launcher: it alone knows that no further attempt is wanted.
     """
 
+    job_words = "a job of this machine"
+
     def __init__(self) -> None:
-        self.interrupted = False
         self._child: KeptProcess | None = None
         self._command: list[str] = []
-
-    def check(self) -> None:
-        """Do nothing: processes can always be started."""
 
     def build(self, spec: JobSpec) -> Request:
         """Return the command lines of workers and other roles, with their environments: see `Launcher.build`."""
         _require_one_worker_node(spec)
-        others = [
-            (["kftrain", *role.arguments], {**spec.environment, NODE_RANK_ENV: str(node_rank)})
+        workers: dict[str, Any] = {"command": ["kftrain", *spec.workers.arguments], "environment": spec.environment}
+        others: list[dict[str, Any]] = [
+            {"command": ["kftrain", *role.arguments], "environment": {**spec.environment, NODE_RANK_ENV: str(rank)}}
             for role in spec.others
-            for node_rank in range(role.replicas)
+            for rank in range(role.replicas)
         ]
-        command = ["kftrain", *spec.workers.arguments]
-        content: dict[str, Any] = {"command": command, "environment": spec.environment}
-        if others:
-            content["others"] = [{"command": line, "environment": environment} for line, environment in others]
-        lines = [
-            *(f"{_format_line(*other)} &\n" for other in others),
-            f"{_format_line(command, spec.environment)}\n",
-        ]
-        return Request(content, "".join(lines))
+        text = "".join(f"{_format_line(**other)} &\n" for other in others) + f"{_format_line(**workers)}\n"
+        return Request({**workers, **({"others": others} if others else {})}, text)
 
     def prepare(self, spec: JobSpec) -> None:
         """Start the child that will run the job and let it import the libraries: see `Launcher.prepare`."""
@@ -117,14 +109,6 @@ class LocalLauncher:
                 raise LaunchError("the job was told to stop, and does not", where=_format_name(jobs[0]), fix="kill it")
             time.sleep(POLL_SECONDS)
         return [_format_name(job) for job in jobs]
-
-    def suspend(self, run: str) -> list[str]:
-        """Raise LaunchError: processes cannot give up their machine and come back."""
-        raise make_suspension_error("a job of this machine", run)
-
-    def unsuspend(self, run: str) -> list[str]:
-        """Raise LaunchError: no job of this machine was ever suspended."""
-        raise make_suspension_error("a job of this machine", run)
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """Write the logs of the last attempt. They are there once it has ended; until then its terminal shows them."""
@@ -202,21 +186,17 @@ class LocalLauncher:
 def build_launcher(config: Config) -> LocalLauncher:
     """Build the local launcher. Raises LaunchError for more than one node."""
     if config.launch.nodes != 1:
-        raise LaunchError(
-            "the local backend has one node", where="launch.nodes", value=config.launch.nodes, fix="set it to 1"
-        )
+        what = "the local backend has one node"
+        raise LaunchError(what, where="launch.nodes", value=config.launch.nodes, fix="set it to 1")
     return LocalLauncher()
 
 
 def _require_one_worker_node(spec: JobSpec) -> None:
     """Raise LaunchError for several worker nodes: each needs a port of a machine of its own."""
     if spec.workers.replicas != 1:
-        raise LaunchError(
-            "the local backend has one node of workers",
-            where=f"role {spec.workers.name}",
-            value=f"{spec.workers.replicas} nodes",
-            fix="set launch.nodes to 1; launch.processes_per_node says how many processes it starts",
-        )
+        fix = "set launch.nodes to 1; launch.processes_per_node says how many processes it starts"
+        where, nodes = f"role {spec.workers.name}", f"{spec.workers.replicas} nodes"
+        raise LaunchError("the local backend has one node of workers", where=where, value=nodes, fix=fix)
 
 
 def _format_line(command: list[str], environment: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError, Preempted, RetryableError
-from kftrain.launch.base import Request, make_suspension_error
+from kftrain.launch.base import Request
 from kftrain.launch.ray_jobs import RayCluster, RayJob, assess_output, build_entrypoint
 from kftrain.launch.ray_settings import RayConfig
 from kftrain.launch.scheduler import GOING_SECONDS, JobOutput, JobStanding, SchedulerLauncher
@@ -25,6 +25,7 @@ from kftrain.run.paths import RunPaths
 class RayLauncher(SchedulerLauncher[RayJob]):
     """Runs the jobs of a run on the cluster at `launch.ray.address`."""
 
+    job_words = "a job of Ray"
     scheduler_name = "Ray"
     submit_seconds = 60.0
 
@@ -44,14 +45,6 @@ class RayLauncher(SchedulerLauncher[RayJob]):
         header = "'Content-Type: application/json'"
         text = f"curl --fail-with-body {address} -H {header} -d {shlex.quote(json.dumps(content, indent=2))}\n"
         return Request(content, text)
-
-    def suspend(self, run: str) -> list[str]:
-        """Refuse: see `Jobs.suspend`."""
-        raise make_suspension_error("a job of Ray", run)
-
-    def unsuspend(self, run: str) -> list[str]:
-        """Refuse: see `Jobs.unsuspend`."""
-        return self.suspend(run)
 
     def _find_output(self, run: str, task: str, follow: bool) -> JobOutput:
         jobs = [job for job in self._cluster.list_jobs() if job.belongs_to(run) and job.task == task]

@@ -142,9 +142,6 @@ class RayCluster:
             kind = SchedulerAwayError if error.code >= 500 else LaunchError
             raise kind(re.sub(r"^(\w+\.)*\w+Error: ", "", lines[-1]), where=f"Ray at {self.address}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise SchedulerAwayError(
-                f"Ray's dashboard does not answer: {error}",
-                where="launch.ray.address",
-                value=self.address,
-                fix="see that the cluster runs, and that this machine reaches it",
-            ) from None
+            fix = "see that the cluster runs, and that this machine reaches it"
+            what = f"Ray's dashboard does not answer: {error}"
+            raise SchedulerAwayError(what, where="launch.ray.address", value=self.address, fix=fix) from None

@@ -49,12 +49,7 @@ class RoleFailure:
 
 
 def find_root_cause(failures: Sequence[RoleFailure], left: ErrorDocument | None) -> RoleFailure | None:
-    """Return the node whose failure ended the job; None where the workers' own error is the cause.
-
-    Args:
-        failures: The failures of nodes, in the order in which they ended.
-        left: The error of the workers, which have failed, too.
-    """
+    """Return the first node that failed, as its failure ended the job; None where the workers' error, `left`, did."""
     is_own = left is not None and left.kind not in CONSEQUENCES
     return None if is_own or not failures else failures[0]
 

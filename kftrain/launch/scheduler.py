@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -29,7 +29,7 @@ from kftrain.errors import (
     Preempted,
     RetryableError,
 )
-from kftrain.launch.base import JobStatus
+from kftrain.launch.base import JobStatus, Launcher
 from kftrain.launch.local import remove_temporary_files
 from kftrain.launch.spec import JobSpec
 from kftrain.process.signals import INTERRUPT, STOP, handle_signals
@@ -145,8 +145,8 @@ def tolerate_absence(deadline: float = math.inf) -> Iterator[None]:
         to_log(f"warning: {error.line}")
 
 
-class SchedulerLauncher(ABC, Generic[JobT]):
-    """Runs the jobs of a run with a scheduler: a part of the protocol `Launcher`."""
+class SchedulerLauncher(Launcher, Generic[JobT]):
+    """Runs the jobs of a run with a scheduler."""
 
     scheduler_name: ClassVar[str]
     """Name of the scheduler for people."""
@@ -156,7 +156,6 @@ class SchedulerLauncher(ABC, Generic[JobT]):
     """Seconds for which the scheduler may not know a job that it was given."""
 
     def __init__(self, config: Config) -> None:
-        self.interrupted = False
         self._config = config
         self._token = uuid.uuid4().hex
 
@@ -191,12 +190,6 @@ class SchedulerLauncher(ABC, Generic[JobT]):
     def _recall(self, job: JobT) -> JobT | None:
         """Return a job that is not listed any more as it ended; None where the scheduler has forgotten it."""
         return None
-
-    def prepare(self, spec: JobSpec) -> None:
-        """Prepare nothing: a job that waits would hold its nodes."""
-
-    def close(self) -> None:
-        """Do nothing: no process is kept for another attempt."""
 
     def run(self, spec: JobSpec) -> int:
         """Submit or adopt a job, show its output, and return its exit code: see `Launcher.run`.
@@ -250,9 +243,8 @@ class SchedulerLauncher(ABC, Generic[JobT]):
         assert run, "no run would mean every run"
         jobs = self._list_active(run)
         if not jobs:
-            raise LaunchError(
-                f"this run has no job in {self.scheduler_name}", where=run, fix="kftrain runs says how it ended"
-            )
+            what = f"this run has no job in {self.scheduler_name}"
+            raise LaunchError(what, where=run, fix="kftrain runs says how it ended")
         return jobs
 
     def _list_task_jobs(self, spec: JobSpec) -> list[JobT]:
@@ -349,9 +341,8 @@ class SchedulerLauncher(ABC, Generic[JobT]):
             if not left:
                 break
             if time.monotonic() > deadline:
-                raise LaunchError(
-                    "the job was told to stop, and does not", where=f"{left[0].title} of {self.scheduler_name}"
-                )
+                where = f"{left[0].title} of {self.scheduler_name}"
+                raise LaunchError("the job was told to stop, and does not", where=where)
             for job in left:
                 tell(job)
             time.sleep(POLL_SECONDS)

@@ -45,19 +45,13 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
         slurm_script.require_shared_folder(self._config.run.storage_root)
         has_pyxis = self._config.launch.slurm.container == "pyxis"
         if has_pyxis and "--container-image" not in self._ask(["srun", "--help"]):
-            raise LaunchError(
-                "srun of this cluster has no pyxis",
-                where="launch.slurm.container",
-                value="pyxis",
-                fix="its administrator installs https://github.com/NVIDIA/pyxis; or use apptainer",
-            )
+            fix = "its administrator installs https://github.com/NVIDIA/pyxis; or use apptainer"
+            what = "srun of this cluster has no pyxis"
+            raise LaunchError(what, where="launch.slurm.container", value="pyxis", fix=fix)
         if "proctrack/linuxproc" in self._ask(["scontrol", "show", "config"]):
-            raise LaunchError(
-                "this cluster signals every process of a job, so that workers could not commit",
-                where="ProctrackType",
-                value="proctrack/linuxproc",
-                fix="its administrator sets proctrack/cgroup, which has been Slurm's default since 2018",
-            )
+            fix = "its administrator sets proctrack/cgroup, which has been Slurm's default since 2018"
+            what = "this cluster signals every process of a job, so that workers could not commit"
+            raise LaunchError(what, where="ProctrackType", value="proctrack/linuxproc", fix=fix)
 
     def build(self, spec: JobSpec) -> Request:
         """Build the command line of sbatch and the script that it reads: see `Launcher.build`."""
@@ -68,12 +62,9 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
         slurm_script.require_shared_folder(spec.run_uri)
         folder = str(_make_folder(spec.run_uri))
         if self._host and self._ask(["sh", "-c", 'test -d "$0" && echo yes || echo no', folder]) != "yes\n":
-            raise LaunchError(
-                "this host does not reach the folder of the run",
-                where="launch.slurm.host",
-                value=self._host,
-                fix="set run.storage_root to a path that the launcher and all nodes share, and that you may read",
-            )
+            fix = "set run.storage_root to a path that the launcher and all nodes share, and that you may read"
+            what = "this host does not reach the folder of the run"
+            raise LaunchError(what, where="launch.slurm.host", value=self._host, fix=fix)
         return super().run(spec)
 
     def suspend(self, run: str) -> list[str]:
@@ -132,11 +123,8 @@ class SlurmLauncher(SchedulerLauncher[SlurmJob]):
         if code is not None:
             return code
         if job.state == "FAILED":
-            raise LaunchError(
-                "the job failed before its workers began",
-                where=f"job {job.job_id} of Slurm",
-                fix=f"see that the nodes have the folder {job.run_uri}; scontrol show job {job.job_id} says more",
-            )
+            fix = f"see that the nodes have the folder {job.run_uri}; scontrol show job {job.job_id} says more"
+            raise LaunchError("the job failed before its workers began", where=f"job {job.job_id} of Slurm", fix=fix)
         return CODES.get(job.state, RetryableError.exit_code) if job.has_ended else None
 
     def _assess(self, job: SlurmJob) -> JobStanding:

@@ -44,10 +44,8 @@ def build_command(spec: JobSpec, settings: SlurmConfig) -> list[str]:
         "--gpus-per-node": settings.gpus_per_node,
         "--time": settings.time_limit_minutes,
     }
-    resources = [
-        *(f"{option}={value}" for option, value in values.items() if value),
-        *(("--exclusive",) if settings.exclusive else ()),
-    ]
+    resources = [f"{option}={value}" for option, value in values.items() if value]
+    resources += ["--exclusive"] if settings.exclusive else []
     others = [  # with a comment of their own: they would have that of the first part, and look like jobs of ours
         (":", f"--comment={role.name}", f"--nodes={role.replicas}", "--ntasks-per-node=1", "--requeue", *resources)
         for role in spec.others
@@ -110,12 +108,8 @@ def _enter_container(settings: SlurmConfig, root: str) -> tuple[list[str], list[
 def require_shared_folder(uri: str) -> None:
     """Raise LaunchError for an object store: Slurm's logs need a file system that all nodes share."""
     if not storage.is_local(uri):
-        raise LaunchError(
-            "jobs of Slurm write their logs to a file system that all nodes share",
-            where="run.storage_root",
-            value=uri,
-            fix="set it to a path there",
-        )
+        what = "jobs of Slurm write their logs to a file system that all nodes share"
+        raise LaunchError(what, where="run.storage_root", value=uri, fix="set it to a path there")
 
 
 def make_folder_path(run_uri: str) -> Path:

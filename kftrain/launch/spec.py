@@ -127,12 +127,9 @@ def make_job(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str 
 def require_workers_alone(spec: JobSpec, backend: str) -> None:
     """Raise LaunchError for a job with other roles, for a backend that has no place for them."""
     if spec.others:
-        raise LaunchError(
-            f"{backend} has workers alone",
-            where=f"{spec.task} job of {spec.run_uri}",
-            value=", ".join(role.name for role in spec.others),
-            fix="launch it with a backend that runs all of them: launch.backend=local, jobset or slurm",
-        )
+        fix = "launch it with a backend that runs all of them: launch.backend=local, jobset or slurm"
+        where, others = f"{spec.task} job of {spec.run_uri}", ", ".join(role.name for role in spec.others)
+        raise LaunchError(f"{backend} has workers alone", where=where, value=others, fix=fix)
 
 
 def _count_nodes(task: JobTask, config: Config) -> tuple[int, int]:

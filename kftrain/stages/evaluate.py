@@ -40,13 +40,13 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
         config = with_goal(config, is_kept=True)
         completion = read_complete(paths, config)
         digest = evaluation_digest(config, completion.dataset_digest)
-        own, champion = _make_own_target(paths, completion, digest), list[Champion]()
+        own, champion = _make_target(completion, paths, digest), list[Champion]()
         reference = reference_set.write_reference_set(paths, config, digest)
 
         def list_others() -> list[EvaluationTarget]:
             champion.extend(_find_rivals(config, completion))
             rivals = [
-                _make_champion_target(rival, digest)
+                _make_target(rival, RunPaths(rival.run_uri), digest)
                 for rival in champion
                 if _is_measurable(paths, config, rival, digest)
             ]
@@ -87,23 +87,14 @@ def read_performance(paths: RunPaths, evaluation: Evaluation) -> Performance | N
     return find_performance(folder, evaluation.export_digest)
 
 
-def _make_own_target(paths: RunPaths, completion: Completion, digest: str) -> EvaluationTarget:
+def _make_target(model: Completion | Champion, paths: RunPaths, digest: str) -> EvaluationTarget:
+    """Return a model as a target. Its figures go to its own run's folder, where the next challenger finds them."""
     return EvaluationTarget(
-        export_uri=completion.export_uri,
-        export_digest=completion.export_digest,
-        checkpoint_digest=completion.checkpoint_digest,
-        output_uri=paths.evaluation(completion.checkpoint_digest, digest),
-    )
-
-
-def _make_champion_target(champion: Champion, digest: str) -> EvaluationTarget:
-    """Return the champion as a target. Its figures go to its own run's folder, where the next challenger finds them."""
-    return EvaluationTarget(
-        export_uri=champion.export_uri,
-        export_digest=champion.export_digest,
-        checkpoint_digest=champion.checkpoint_digest,
-        output_uri=RunPaths(champion.run_uri).evaluation(champion.checkpoint_digest, digest),
-        required=False,
+        export_uri=model.export_uri,
+        export_digest=model.export_digest,
+        checkpoint_digest=model.checkpoint_digest,
+        output_uri=paths.evaluation(model.checkpoint_digest, digest),
+        required=isinstance(model, Completion),
     )
 
 
@@ -126,7 +117,7 @@ def _find_obstacle(config: Config, champion: Champion, digest: str) -> str:
     """Return the reason why the champion cannot be scored on this data; empty if it can."""
     trust = Trust.of(config)
     try:
-        trust.require_place(_make_champion_target(champion, digest).output_uri)
+        trust.require_place(_make_target(champion, RunPaths(champion.run_uri), digest).output_uri)
         task = read_recipe(champion.export_uri, champion.export_digest, trust).task
     except (ConfigError, CheckpointError) as error:
         return error.line

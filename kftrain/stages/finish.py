@@ -53,7 +53,9 @@ def finish(
     try:
         try:
             with retryable("the run's folder cannot be read", resume_run or storage_root):
-                config, paths = _find_opened(text, knobs, resume_run, job_id, values)
+                config, paths = _resolve(text, knobs, resume_run, job_id, values)
+                if is_opened(paths):  # by the first step, with this configuration
+                    config = read_config(paths)
         except RetryableError as error:
             progress(f"warning: {error.line}")
             given = "" if parameters.is_uri(text) else text.strip()
@@ -70,13 +72,11 @@ def _end_run(
 ) -> tuple[Outcome, ErrorDocument | None]:
     """Report and clean up; return the exit handler's outcome, and the error of the run if it failed."""
     explained, url = None if state in SUCCESS_STATES else _explain_state(state), config.tracking.kubeflow_url
-    if explained is not None and resume_run and not _is_opened_by(paths, job_id):
-        return _describe_failure(
-            explained, paths.uri, url
-        ), explained  # the resume was refused: the run stays as it was
-    if explained is not None and explained.exit_code == FencedError.exit_code:
+    if explained is not None:
+        is_refused = bool(resume_run) and not _is_opened_by(paths, job_id)  # to resume: the run stays as it was
         # Job, folder and MLflow run belong to somebody who is at work: nothing is cleaned up.
-        return _describe_failure(explained, paths.uri, url), explained
+        if is_refused or explained.exit_code == FencedError.exit_code:
+            return _describe_failure(explained, paths.uri, url), explained
     error_document = None
     with best_effort("error.json could not be read"):
         error_document = read_error(paths.error)
@@ -121,14 +121,6 @@ def _leave_report(paths: RunPaths, error: ErrorDocument, url: str) -> bool | Non
         if is_open:
             storage.publish(storage.join(paths.uri, FAILURE_REPORT), _describe_failure(error, paths.uri, url).html)
     return is_open
-
-
-def _find_opened(
-    text: str, knobs: resolve.Knobs, resume_run: str, job_id: str, values: Mapping[str, Any] | None
-) -> tuple[Config, RunPaths]:
-    """Return the run with the configuration that the first step has opened it with. Raises ConfigError."""
-    config, paths = _resolve(text, knobs, resume_run, job_id, values)
-    return (read_config(paths) if is_opened(paths) else config), paths
 
 
 def _resolve(

@@ -80,15 +80,9 @@ class Begun:
 def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed: bool, progress: Progress) -> Begun:
     """Claim the instant that a scheduled run was due at, and find out whether it has anything to do.
 
-    A run that belongs to no schedule passes unchanged; of a schedule that is paused nothing is claimed.
-
-    Args:
-        config: Configuration of the run; its section `schedule` names the schedule.
-        paths: The run's folder.
-        job_id: Id that is the same for all pods of all steps of a pipeline run.
-        created: Time at which the pipeline run was created, in RFC 3339; anything else stands for now.
-        is_resumed: True if a person makes it go on with an earlier run.
-        progress: Takes a line at a time.
+    A run that belongs to no schedule passes unchanged; of a schedule that is paused nothing is claimed. `job_id` is the
+    same for all pods of all steps of a pipeline run; `created`: when that was created, in RFC 3339, other text stands
+    for now; `is_resumed`: a person makes it go on with an earlier run.
 
     Raises ConfigError, DataError for damaged documents, and RetryableError if storage is away.
     """

@@ -199,22 +199,15 @@ def require_remote(config: Config, is_shared: Callable[[str], bool] = lambda uri
 
 def _require_remote_source(key: str, source: str, who: str) -> None:
     if source not in SOURCES and not is_plugin(source) and storage.is_local(source):
-        raise LaunchError(
-            f"{who} cannot reach a file or folder of this machine",
-            where=key,
-            value=source,
-            fix=f"use an object store (s3://…), module:attr, or one of: {', '.join(SOURCES)}",
-        )
+        fix = f"use an object store (s3://…), module:attr, or one of: {', '.join(SOURCES)}"
+        raise LaunchError(f"{who} cannot reach a file or folder of this machine", where=key, value=source, fix=fix)
 
 
 def _require_no_password(config: Config) -> None:
     """Raise LaunchError for a URI with a password: Kubeflow shows every parameter, and the configuration is one."""
     for key in credentials.find_credentials(config.to_dict()):
-        raise LaunchError(
-            "Kubeflow would show the password or token in this URI to everybody",
-            where=key,
-            fix="leave it out and put it into the secret kftrain-mlflow, or kftrain-storage",
-        )
+        fix = "leave it out and put it into the secret kftrain-mlflow, or kftrain-storage"
+        raise LaunchError("Kubeflow would show the password or token in this URI to everybody", where=key, fix=fix)
 
 
 def _is_mounted(uri: str) -> bool:

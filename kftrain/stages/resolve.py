@@ -193,12 +193,8 @@ def make_run_id(resume_run: str, job_id: str, name: str) -> str:
 def require_run_id(run_id: str) -> str:
     """Return the id. Raises ConfigError unless it is a plain name."""
     if not RUN_ID.fullmatch(run_id):
-        raise ConfigError(
-            "not a run id",
-            where="run",
-            value=run_id,
-            fix="use at most 63 lower-case letters, digits and dashes",
-        )
+        fix = "use at most 63 lower-case letters, digits and dashes"
+        raise ConfigError("not a run id", where="run", value=run_id, fix=fix)
     return run_id
 
 
@@ -280,18 +276,12 @@ def require_same_settings(previous: Config, config: Config, where: str) -> None:
     old, new = previous.training_identity(""), config.training_identity("")
     changes = list_differences(old, new)
     if changes:
-        raise OtherTrainingError(
-            f"this run is another training: {', '.join(f'{key} {old} -> {new}' for key, old, new in changes)}",
-            where=where,
-            fix="start a new run, or set them back",
-        )
+        what = f"this run is another training: {', '.join(f'{key} {old} -> {new}' for key, old, new in changes)}"
+        raise OtherTrainingError(what, where=where, fix="start a new run, or set them back")
 
 
 def _describe_missing_run(config: Config, run_id: str) -> ConfigError:
-    runs = storage.list_names(storage.join(config.run.storage_root, "runs"))
-    return ConfigError(
-        "no such run",
-        where=storage.join(config.run.storage_root, "runs"),
-        value=run_id,
-        fix=f"there are: {', '.join(runs[-5:])}" if runs else "there are no runs yet",
-    )
+    folder = storage.join(config.run.storage_root, "runs")
+    runs = storage.list_names(folder)
+    fix = f"there are: {', '.join(runs[-5:])}" if runs else "there are no runs yet"
+    return ConfigError("no such run", where=folder, value=run_id, fix=fix)

@@ -76,13 +76,8 @@ def shard(
     nor its MLflow run is touched; only the heartbeat of a scheduled run goes on. A new run is opened first, so that a
     failure is reported in its folder.
 
-    Args:
-        config: Configuration of the run.
-        run_id: Id of the run.
-        must_exist: True to refuse a new run.
-        progress: Takes a line at a time.
-        job_id: Kubeflow's id of the pipeline run that opens it; empty at a shell.
-        begun: The run as its schedule has begun it; None: it belongs to none.
+    `must_exist`: refuse a new run; `job_id`: Kubeflow's id of the pipeline run that opens it, empty at a shell;
+    `begun`: the run as its schedule has begun it; None: it belongs to none.
 
     Raises ConfigError, DataError, OtherTrainingError (the run is another training) or TrackingError.
     """
@@ -218,11 +213,8 @@ def _require_same_dataset(paths: RunPaths, shards: RunShards) -> None:
     except DataError:  # unknown or damaged: checkpoints refuse another dataset
         return
     if before != shards.dataset_digest and resolve.has_trained(paths):
-        raise OtherTrainingError(
-            f"this run is another training: dataset {before} -> {shards.dataset_digest}",
-            where=paths.uri,
-            fix="start a new run for the new data",
-        )
+        what = f"this run is another training: dataset {before} -> {shards.dataset_digest}"
+        raise OtherTrainingError(what, where=paths.uri, fix="start a new run for the new data")
 
 
 def _summarize(paths: RunPaths, shards: RunShards, described: Manifest, reused: bool) -> dict[str, Any]:

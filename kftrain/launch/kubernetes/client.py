@@ -16,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ class Cluster:
         self._access = client.AuthorizationV1Api(api_client)
         self._api_exception = client.exceptions.ApiException
         self.retry_policy = RetryPolicy(self._api_exception, warn)
-        self._call = self.retry_policy.call
         self._warn = warn
         self._lock = threading.Lock()
         self._forbidden: set[str] = set()
@@ -75,7 +74,9 @@ class Cluster:
     def read_pod(self, name: str, namespace: str = "") -> Object | None:
         """Return a pod of the jobs' namespace, or of `namespace`; None where it is gone. Raises LaunchError."""
         reading = self._json(self._core.read_namespaced_pod)
-        return self._read_object(f"pod {name} cannot be read", reading, name, namespace or self.namespace)
+        what, place = f"pod {name} cannot be read", namespace or self.namespace
+        pod: Object | None = self._ask(what, (NOT_FOUND,), reading, name, place)
+        return pod
 
     def fail_pod(self, name: str, uid: str) -> bool:
         """Set a pod's phase to Failed in the place of its node, which must be known to be dead.
@@ -115,7 +116,7 @@ class Cluster:
 
     def patch_workload(self, name: str, patch: Object) -> bool:
         """Merge `patch` into a Kueue Workload; False where the Workload is gone. Raises LaunchError."""
-        return self._patch_object("the Workload cannot be changed", WORKLOADS, name, patch)
+        return self._patch("the Workload cannot be changed", WORKLOADS, name, patch)
 
     @property
     def sees_workloads(self) -> bool:
@@ -152,24 +153,20 @@ class Cluster:
     def _locate(self, kind: tuple[str, ...]) -> tuple[str, str, str, str]:
         return kind[0], kind[1], self.namespace, kind[2]
 
-    def _read_object(self, what: str, method: Callable[..., Any], *arguments: Any) -> Object | None:
+    def _ask(
+        self, what: str, answers: Collection[int], method: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """Call; return None where the status of an error is one of `answers`. Raises LaunchError, which says `what`."""
         try:
-            item = self._call(method, *arguments)
+            return self.retry_policy.call(method, *arguments, **options)
         except self._api_exception as error:
-            if error.status == NOT_FOUND:
+            if error.status in answers:
                 return None
             raise self._make_refusal(what, error) from error
-        assert isinstance(item, dict)
-        return item
 
-    def _patch_object(self, what: str, kind: tuple[str, ...], name: str, patch: Object) -> bool:
-        try:
-            self._call(self._custom.patch_namespaced_custom_object, *self._locate(kind), name, patch)
-        except self._api_exception as error:
-            if error.status == NOT_FOUND:
-                return False
-            raise self._make_refusal(what, error) from error
-        return True
+    def _patch(self, what: str, kind: tuple[str, ...], name: str, patch: Object) -> bool:
+        method = self._custom.patch_namespaced_custom_object
+        return self._ask(what, (NOT_FOUND,), method, *self._locate(kind), name, patch) is not None
 
     def _explain(
         self, verb: str, seconds: float | None, method: Callable[..., Any], *arguments: Any, **options: Any
@@ -183,10 +180,7 @@ class Cluster:
             return None
         self._silent.discard(verb)
         try:
-            if seconds is None:
-                answer = self._call(method, *arguments, **options)
-            else:
-                answer = self.retry_policy.call_for(seconds, method, *arguments, **options)
+            answer = self.retry_policy.call(method, *arguments, outage_seconds=seconds, **options)
         except self._api_exception as error:
             if error.status not in (NOT_FOUND, CONFLICT):
                 self._silent.add(verb)
@@ -261,8 +255,8 @@ class Cluster:
             _request_timeout=STREAM_TIMEOUT_SECONDS,
         )
 
-    def _make_refusal(self, what: str, error: Any) -> LaunchError:
-        return LaunchError(f"{what}: {format_message(error)}", where=f"namespace {self.namespace}")
+    def _make_refusal(self, what: str, error: Any, kind: type[LaunchError] = LaunchError) -> LaunchError:
+        return kind(f"{what}: {format_message(error)}", where=f"namespace {self.namespace}")
 
 
 def _split_lines(response: Any, limit: int | None) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from typing import Any
 from kftrain.config import Config
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import LaunchError
-from kftrain.launch.base import JobStatus
+from kftrain.launch.base import Jobs, JobStatus
 from kftrain.launch.kubernetes import observation, ownership, states
 from kftrain.launch.kubernetes.job_client import JobClient, NotServedError
 from kftrain.launch.kubernetes.kinds.kind import ENDED, SUCCEEDED, Kind, Object
@@ -67,7 +67,7 @@ class Garbage:
     why: str
 
 
-class ClusterJobs:
+class ClusterJobs(Jobs):
     """The jobs of a namespace, of some kinds. Connects when it is asked something.
 
     A run may be named by its id or by the URI of its folder.
@@ -93,25 +93,20 @@ class ClusterJobs:
     def cancel(self, run: str) -> list[str]:
         """Delete the run's jobs and wait until their pods are gone: see `Jobs.cancel`."""
         run_id = RunPaths(run).run_id
-        jobs = [
-            (cluster, str(job["metadata"]["name"]), job["metadata"]["uid"])
-            for cluster, job in _find_jobs(self.clusters, run_id)
-        ]
-        for cluster, name, uid in jobs:
-            cluster.delete_job(name, uid)
+        living = _find_jobs(self.clusters, run_id)
+        jobs = [(cluster, str(job["metadata"]["name"])) for cluster, job in living]
+        for cluster, job in living:
+            cluster.delete_job(job["metadata"]["name"], job["metadata"]["uid"])
         deadline = time.monotonic() + GOING_SECONDS
-        while any(has_pods_at_work(cluster, name) for cluster, name, _ in jobs):
+        while any(has_pods_at_work(cluster, name) for cluster, name in jobs):
             if time.monotonic() > deadline:
-                raise LaunchError(
-                    "the job is deleted, but its pods do not go: their node may be dead",
-                    where=f"namespace {self.clusters[0].namespace}",
-                    value=run_id,
-                    fix="kubectl get pods -o wide shows the node; delete them with --force --grace-period=0 if it is",
-                )
-            for cluster, name, _ in jobs:
+                fix = "kubectl get pods -o wide shows the node; delete them with --force --grace-period=0 if it is"
+                what = "the job is deleted, but its pods do not go: their node may be dead"
+                raise LaunchError(what, where=f"namespace {self.clusters[0].namespace}", value=run_id, fix=fix)
+            for cluster, name in jobs:
                 release_pods(cluster, name)
             time.sleep(POLL_SECONDS)
-        return [name for _, name, _ in jobs]
+        return [name for _, name in jobs]
 
     def suspend(self, run: str) -> list[str]:
         """Suspend the run's jobs, by their queue where they have one: see `Jobs.suspend`."""
@@ -172,11 +167,8 @@ def collect_garbage(clusters: Sequence[JobClient], dry_run: bool = False) -> lis
 def explain_garbage(kind: Kind, job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
     """Return the reason why nobody else will delete a job; empty where somebody will.
 
-    Args:
-        kind: The kind of the job.
-        job: The job.
-        workflow_phase: Phase of the Workflow that owns the job; empty where it has none or it may not be read.
-        now: Seconds since the epoch.
+    `workflow_phase`: of the Workflow that owns it; empty where there is none or it may not be read. `now`: seconds
+    since the epoch.
     """
     metadata = job["metadata"]
     if "deletionTimestamp" in metadata:
@@ -202,12 +194,8 @@ def _find_jobs(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient,
     jobs = list_run_jobs(clusters, run)
     if not jobs:
         others = sorted({job["metadata"]["labels"][RUN_LABEL] for _, job in list_run_jobs(clusters, "")})
-        raise LaunchError(
-            "this run has no job",
-            where=f"namespace {clusters[0].namespace}",
-            value=run,
-            fix=f"runs with jobs: {', '.join(others)}" if others else "no run has one here; --namespace names another",
-        )
+        fix = f"runs with jobs: {', '.join(others)}" if others else "no run has one here; --namespace names another"
+        raise LaunchError("this run has no job", where=f"namespace {clusters[0].namespace}", value=run, fix=fix)
     return jobs
 
 
@@ -311,11 +299,9 @@ def _find_workload_name(cluster: JobClient, job: Mapping[str, Any]) -> str:
         return ""
     workload = cluster.find_workload(job["metadata"]["uid"])
     if workload is None:
-        raise LaunchError(
-            "its Workload cannot be found, by which Kueue is told",
-            where=f"job {job['metadata']['name']} in namespace {cluster.namespace}",
-            fix="see that you may list workloads.kueue.x-k8s.io, and try again",
-        )
+        where = f"job {job['metadata']['name']} in namespace {cluster.namespace}"
+        fix = "see that you may list workloads.kueue.x-k8s.io, and try again"
+        raise LaunchError("its Workload cannot be found, by which Kueue is told", where=where, fix=fix)
     return str(workload["metadata"]["name"])
 
 
@@ -327,13 +313,7 @@ def _find_workflow_name(job: Mapping[str, Any]) -> str:
 def delete_jobs(clusters: Sequence[JobClient], config: Config, paths: RunPaths, job_id: str = "") -> list[str]:
     """Delete the jobs of a pipeline run that ends: those of a step that was killed are still there, and hold GPUs.
 
-    Args:
-        clusters: One for each kind of job.
-        config: What the run is configured with now.
-        paths: The run.
-        job_id: Kubeflow's id of the pipeline run that ends. Another one may be at work on the same run.
-
-    Raises LaunchError.
+    `job_id`: Kubeflow's id of that pipeline run; another one may be at work on the same run. Raises LaunchError.
     """
     selectors = {make_selector(RUN_LABEL, paths.run_id)}
     if job_id:  # a configuration that lies in a file may name another run by now
@@ -357,12 +337,7 @@ def belongs(kind: Kind, job: Mapping[str, Any], workflow_uid: str, job_id: str, 
     A job that names no pipeline run, because its launcher ran on a laptop or in another namespace, is ours if we know
     of no Workflow either and if the job was started for the configuration that the run has now.
 
-    Args:
-        kind: The kind of the job.
-        job: The job.
-        workflow_uid: Uid of this pipeline run's Workflow; empty where it is not known.
-        job_id: Kubeflow's id of this pipeline run.
-        config_digest: Digest of the run's configuration.
+    `workflow_uid` and `job_id` are those of this pipeline run, the former empty where it is not known.
     """
     metadata = job["metadata"]
     owners = [owner["uid"] for owner in metadata.get("ownerReferences") or [] if owner["kind"] == "Workflow"]

@@ -39,7 +39,7 @@ def diagnose(
         error: What the first failing worker wrote into error.json, if anything.
         ended: Pods that ended with a failure, the first one first.
         tails: The last log lines of each pod, by its place.
-        failure: Exit code and operator's words of the job itself, where pods do not tell.
+        failure: See `Kind.read_failure`.
     """
     killed = next((pod for pod in ended if pod.end_reason == OUT_OF_MEMORY), None)
     taken = next((pod for pod in ended if pod.disruption), None)
@@ -88,13 +88,8 @@ def _is_consequence(error: ErrorDocument | None) -> bool:
 def _summarize_error(task: str, error: ErrorDocument, tails: Mapping[str, Sequence[str]]) -> ErrorDocument:
     """Summarize an attempt by its workers' own error, without credentials and with that worker's last lines."""
     texts = {name: redact(getattr(error, name)) for name in ("line", "what", "where", "fix")}
-    return error.model_copy(
-        update={
-            **texts,
-            "stage": task,
-            "last_lines": _list_last_lines(tails, format_place(WORKER, error.node_rank or 0)),
-        }
-    )
+    last_lines = _list_last_lines(tails, format_place(WORKER, error.node_rank or 0))
+    return error.model_copy(update={**texts, "stage": task, "last_lines": last_lines})
 
 
 def _summarize_pod(

@@ -35,24 +35,16 @@ class JobClient(Cluster):
         If the answer to a creation is lost, the repeated call finds the job and returns None: the caller adopts it.
         Raises LaunchError, also for unknown fields.
         """
-        create = self._custom.create_namespaced_custom_object
-        try:
-            created = self._call(create, *self._locate(self._resource), document, field_validation="Strict")
-        except self._api_exception as error:
-            if error.status == CONFLICT:
-                return None
-            raise self._make_refusal("the API server refused the job", error) from error
-        return str(created["metadata"]["uid"])
+        what, create = "the API server refused the job", self._custom.create_namespaced_custom_object
+        place = self._locate(self._resource)
+        created = self._ask(what, (CONFLICT,), create, *place, document, field_validation="Strict")
+        return None if created is None else str(created["metadata"]["uid"])
 
     def knows_jobs(self) -> bool:
         """Tell whether the API server has this kind of job. Raises LaunchError."""
-        try:
-            served = self._call(self._custom.get_api_resources, self.kind.group, self.kind.version)
-        except self._api_exception as error:
-            if error.status == NOT_FOUND:
-                return False
-            raise self._make_refusal("the API server does not say what it knows", error) from error
-        return any(resource.name == self.kind.plural for resource in served.resources)
+        what, listing = "the API server does not say what it knows", self._custom.get_api_resources
+        served = self._ask(what, (NOT_FOUND,), listing, self.kind.group, self.kind.version)
+        return served is not None and any(resource.name == self.kind.plural for resource in served.resources)
 
     def is_allowed(self, verb: str) -> bool:
         """Tell whether this account may `verb` jobs; True where the API server does not say. Raises LaunchError."""
@@ -63,20 +55,18 @@ class JobClient(Cluster):
 
     def read_job(self, name: str) -> Object | None:
         """Return a job as it is now; None where it is gone. Raises LaunchError."""
-        return self._read_object(
-            "the job cannot be read", self._custom.get_namespaced_custom_object, *self._locate(self._resource), name
-        )
+        what, reading = "the job cannot be read", self._custom.get_namespaced_custom_object
+        job: Object | None = self._ask(what, (NOT_FOUND,), reading, *self._locate(self._resource), name)
+        return job
 
     def list_jobs(self, selector: str) -> list[Object]:
         """List the jobs with these labels. Raises LaunchError; NotServedError where this account sees no such kind."""
         listing = self._custom.list_namespaced_custom_object
         try:
-            jobs = self._call(listing, *self._locate(self._resource), label_selector=selector)
+            jobs = self.retry_policy.call(listing, *self._locate(self._resource), label_selector=selector)
         except self._api_exception as error:
-            refused = self._make_refusal("the jobs cannot be listed", error)
-            if error.status in (FORBIDDEN, NOT_FOUND):
-                raise NotServedError(refused.what, where=refused.where) from error
-            raise refused from error
+            kind = NotServedError if error.status in (FORBIDDEN, NOT_FOUND) else LaunchError
+            raise self._make_refusal("the jobs cannot be listed", error, kind) from error
         return list(jobs["items"])
 
     def delete_job(self, name: str, uid: str = "", version: str = "") -> None:
@@ -89,15 +79,12 @@ class JobClient(Cluster):
         conditions = {key: value for key, value in (("uid", uid), ("resourceVersion", version)) if value}
         if conditions:
             options["preconditions"] = conditions
-        try:
-            self._call(self._custom.delete_namespaced_custom_object, *self._locate(self._resource), name, body=options)
-        except self._api_exception as error:
-            if error.status not in (NOT_FOUND, CONFLICT):
-                raise self._make_refusal("the job cannot be deleted", error) from error
+        what, method = "the job cannot be deleted", self._custom.delete_namespaced_custom_object
+        self._ask(what, (NOT_FOUND, CONFLICT), method, *self._locate(self._resource), name, body=options)
 
     def patch_job(self, name: str, patch: Object) -> bool:
         """Merge `patch` into a job; False where the job is gone. Raises LaunchError."""
-        return self._patch_object("the job cannot be changed", self._resource, name, patch)
+        return self._patch("the job cannot be changed", self._resource, name, patch)
 
     def annotate_job(self, name: str, annotations: Mapping[str, str]) -> None:
         """Write annotations for people onto a job, if the API server takes them now: nothing depends on them."""
@@ -116,11 +103,8 @@ class JobClient(Cluster):
 
     def list_pods(self, job_name: str) -> list[Object]:
         """List the pods that bear the label of a job. Raises LaunchError."""
-        listing = self._json(self._core.list_namespaced_pod)
-        try:
-            pods = self._call(listing, self.namespace, label_selector=self.kind.make_pod_selector(job_name))
-        except self._api_exception as error:
-            raise self._make_refusal("the pods cannot be listed", error) from error
+        listing, selector = self._json(self._core.list_namespaced_pod), self.kind.make_pod_selector(job_name)
+        pods = self._ask("the pods cannot be listed", (), listing, self.namespace, label_selector=selector)
         return list(pods["items"])
 
     def watch_pods(self, job_name: str) -> Iterator[Object]:

@@ -17,7 +17,7 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import to_log
 from kftrain.errors import FailureClass, FencedError, KftrainError, LaunchError, Preempted
-from kftrain.launch.base import Request
+from kftrain.launch.base import Launcher, Request
 from kftrain.launch.kubernetes import diagnosis, ownership
 from kftrain.launch.kubernetes.control import ClusterJobs, delete_jobs
 from kftrain.launch.kubernetes.diagnosis import JobFailedError
@@ -45,14 +45,13 @@ NEEDED = ("create", "get", "list", "delete")
 """Verbs that a launcher needs for its jobs; it can do without the others."""
 
 
-class ClusterLauncher(ClusterJobs):
+class ClusterLauncher(ClusterJobs, Launcher):
     """Runs the jobs of a run on the cluster of the kubeconfig or, in a pod, of its service account."""
 
     def __init__(self, config: Config) -> None:
         tasks = (TRAINING, SHARDING) if config.data.shard_pods > 1 else (TRAINING,)
         kinds = [load_kind(config.launch.backend, task) for task in tasks]
         super().__init__(kinds, config.launch.kubernetes.namespace)
-        self.interrupted = False
         self._is_terminated = False
         """True once somebody terminates the pipeline run: then this process has seconds left."""
         self._config = config
@@ -63,16 +62,13 @@ class ClusterLauncher(ClusterJobs):
         for cluster in self.clusters:
             kind = cluster.kind
             if not cluster.knows_jobs():
-                raise LaunchError(
-                    f"this cluster has no {kind.name}s ({kind.api_version})", where="launch.backend", fix=kind.install
-                )
+                what = f"this cluster has no {kind.name}s ({kind.api_version})"
+                raise LaunchError(what, where="launch.backend", fix=kind.install)
             refused = [verb for verb in NEEDED if not cluster.is_allowed(verb)]
             if refused:
-                raise LaunchError(
-                    f"the account of this launcher may not {', '.join(refused)} {kind.name}s",
-                    where=f"namespace {cluster.namespace}",
-                    fix="give it a role with these verbs, or leave launch.kubernetes.namespace empty",
-                )
+                what = f"the account of this launcher may not {', '.join(refused)} {kind.name}s"
+                fix = "give it a role with these verbs, or leave launch.kubernetes.namespace empty"
+                raise LaunchError(what, where=f"namespace {cluster.namespace}", fix=fix)
         self._require_fabric()
 
     def _require_fabric(self) -> None:
@@ -117,9 +113,6 @@ class ClusterLauncher(ClusterJobs):
     def prepare(self, spec: JobSpec) -> None:
         """Connect to the cluster, and prepare nothing else: a pod that waits would hold its GPUs."""
         _ = self.clusters
-
-    def close(self) -> None:
-        """Do nothing: pods are new for each attempt, so nothing was kept."""
 
     def _load_kind(self, spec: JobSpec) -> Kind:
         return load_kind(self._config.launch.backend, JOB_TASKS[spec.task])
@@ -171,9 +164,8 @@ class ClusterLauncher(ClusterJobs):
                 self._wake.wait(POLL_SECONDS)
                 self._wake.clear()
         except JobFailedError as failed:
-            _publish_failure(
-                paths, diagnosis.summarize_launch(spec.task, failed.kind, failed.error, failed.last_summary)
-            )
+            summary = diagnosis.summarize_launch(spec.task, failed.kind, failed.error, failed.last_summary)
+            _publish_failure(paths, summary)
             raise
         return Preempted.exit_code
 

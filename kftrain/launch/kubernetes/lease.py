@@ -196,11 +196,8 @@ def _create_or_adopt(cluster: JobClient, creation: _Creation, is_stopped: Callab
             is_told = True
             to_log(f"job {name}: waiting for an older job of this run and its pods to go")
         if time.monotonic() > deadline:
-            raise LaunchError(
-                "the pods of an older job of this run do not go",
-                where=f"job {name} in namespace {cluster.namespace}",
-                fix="see which node they are on: kftrain status",
-            )
+            what, fix = "the pods of an older job of this run do not go", "see which node they are on: kftrain status"
+            raise LaunchError(what, where=f"job {name} in namespace {cluster.namespace}", fix=fix)
         release_pods(cluster, name)
         time.sleep(POLL_SECONDS)
     return None
@@ -219,11 +216,9 @@ def _require_kept(cluster: JobClient, document: dict[str, Any], uid: str) -> Non
     if job is None or job["metadata"]["uid"] != uid:
         owner = document["metadata"].get("ownerReferences", [{}])[0].get("name", "")
         why = f"its owner, Workflow {owner}, is gone" if owner else "by somebody"
-        raise LaunchError(
-            f"the job was deleted right after it was created: {why}",
-            where=f"job {name} in namespace {cluster.namespace}",
-            fix="start the pipeline run again with resume_run",
-        )
+        what = f"the job was deleted right after it was created: {why}"
+        where = f"job {name} in namespace {cluster.namespace}"
+        raise LaunchError(what, where=where, fix="start the pipeline run again with resume_run")
 
 
 def _is_over(kind: Kind, job: Mapping[str, Any]) -> bool:
@@ -239,11 +234,9 @@ def _require_same(cluster: JobClient, wanted: Mapping[str, Any], existing: Mappi
     suspend = f"{'.'.join(cluster.kind.suspend_path)}:"  # queues and people change it: no difference of ours
     changes = [line for line in iterate_differences(wanted["spec"], existing["spec"]) if not line.startswith(suspend)]
     shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
-    raise OtherJobError(
-        f"a job with another specification holds this run: {shown}",
-        where=f"job {wanted['metadata']['name']} in namespace {cluster.namespace}",
-        fix="wait for it, or end it: kftrain cancel RUN",
-    )
+    what = f"a job with another specification holds this run: {shown}"
+    where = f"job {wanted['metadata']['name']} in namespace {cluster.namespace}"
+    raise OtherJobError(what, where=where, fix="wait for it, or end it: kftrain cancel RUN")
 
 
 def iterate_differences(wanted: Any, stored: Any, path: str = "spec") -> Iterator[str]:

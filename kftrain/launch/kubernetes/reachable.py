@@ -18,20 +18,12 @@ def require_reachable(config: Config) -> None:
 def require_remote_storage(config: Config, pods: str, fix: str = "use an object store (s3://…)") -> None:
     """Raise LaunchError if the storage root is a folder of this machine. `pods`: who cannot reach it."""
     if storage.is_local(config.run.storage_root):
-        raise LaunchError(
-            f"{pods} cannot reach a folder of this machine",
-            where="run.storage_root",
-            value=config.run.storage_root,
-            fix=fix,
-        )
+        what = f"{pods} cannot reach a folder of this machine"
+        raise LaunchError(what, where="run.storage_root", value=config.run.storage_root, fix=fix)
 
 
 def require_tracking_server(config: Config, pods: str) -> None:
     """Raise LaunchError if MLflow's records are in a file of this machine. `pods`: who cannot reach it."""
     if not config.tracking.uri.startswith(("http://", "https://")):
-        raise LaunchError(
-            f"{pods} cannot reach an sqlite file of this machine",
-            where="tracking.uri",
-            value=config.tracking.uri,
-            fix="use an MLflow server, http://…",
-        )
+        what, fix = f"{pods} cannot reach an sqlite file of this machine", "use an MLflow server, http://…"
+        raise LaunchError(what, where="tracking.uri", value=config.tracking.uri, fix=fix)

@@ -57,14 +57,16 @@ class RetryPolicy:
         self._news = OutageNews(warn)
         self._allowed: set[tuple[str, str]] = set()  # no lock: threads only add to it and look things up
 
-    def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call until an answer stands, and return it. Raises its ApiException, or LaunchError after an outage."""
-        return self.call_for(OUTAGE_SECONDS, method, *arguments, **options)
+    def call(
+        self, method: Callable[..., Any], *arguments: Any, outage_seconds: float | None = None, **options: Any
+    ) -> Any:
+        """Call until an answer stands, and return it. Raises its ApiException, or LaunchError after an outage.
 
-    def call_for(self, outage_seconds: float, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Do as `call`, but repeat for `outage_seconds` at most; 0 calls once."""
+        `outage_seconds`: how long it is repeated at most; 0: it is called once; None: as any call that matters.
+        """
         import urllib3
 
+        outage_seconds = OUTAGE_SECONDS if outage_seconds is None else outage_seconds
         # Rights are given for a method and, of custom objects, for a kind; names of objects do not matter.
         kind = method.__name__, arguments[3] if len(arguments) > 3 else ""
         began, pauses, has_failed = time.monotonic(), iterate_pauses(), False

@@ -229,12 +229,8 @@ class Watcher:
             return
         self._annotated_at = time.monotonic()
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        annotations = {
-            SEEN_ANNOTATION: now,
-            STATE_ANNOTATION: self._last_text,
-            PROGRESS_ANNOTATION: self._logs.progress,
-        }
-        self._cluster.annotate_job(self._name, annotations)
+        progress = {STATE_ANNOTATION: self._last_text, PROGRESS_ANNOTATION: self._logs.progress}
+        self._cluster.annotate_job(self._name, {SEEN_ANNOTATION: now, **progress})
 
     def _make_failure(self, what: str, kind: FailureClass, last: ErrorDocument | None = None) -> JobFailedError:
         where = f"job {self._name} in namespace {self._cluster.namespace}"

@@ -115,8 +115,8 @@ def name_cluster_place(cluster: Cluster) -> str:
 def explain(workflow: Mapping[str, Any]) -> ErrorDocument | None:
     """Summarize why a Workflow failed, from its nodes; None where none of its pods failed."""
     if is_terminated(workflow):
-        line = "somebody terminated the run in the Kubeflow UI"
-        return _make_summary(FailureClass.TERMINATED, line, "", Preempted.exit_code)
+        line, kind = "somebody terminated the run in the Kubeflow UI", FailureClass.TERMINATED
+        return ErrorDocument(stage="run", failure_class=kind, line=line, exit_code=Preempted.exit_code)
     nodes = (workflow.get("status") or {}).get("nodes", {}).values()
     last: dict[str, Any] = {}
     for node in sorted((node for node in nodes if node.get("type") == "Pod"), key=_read_end):
@@ -125,8 +125,9 @@ def explain(workflow: Mapping[str, Any]) -> ErrorDocument | None:
     if not failed:
         return None
     step, first = min(failed, key=lambda pair: _read_end(pair[1]))
-    message = str(first.get("message") or "no message")
-    return _make_summary(_classify(message), f"step {step}: {message}", find_pod(workflow, first), BUG_CODE)
+    message, pod = str(first.get("message") or "no message"), find_pod(workflow, first)
+    line, kind = f"step {step}: {message}", _classify(message)
+    return ErrorDocument(stage="run", failure_class=kind, line=line, exit_code=BUG_CODE, pod=pod)
 
 
 def _classify(message: str) -> FailureClass:
@@ -164,16 +165,6 @@ def find_pod(workflow: Mapping[str, Any], node: Mapping[str, Any]) -> str:
 
 def _read_end(node: Mapping[str, Any]) -> str:
     return str(node.get("finishedAt") or "9")
-
-
-def _make_summary(kind: FailureClass, line: str, pod: str, code: int) -> ErrorDocument:
-    return ErrorDocument(
-        stage="run",
-        failure_class=kind,
-        line=line,
-        exit_code=code,
-        pod=pod,
-    )
 
 
 POLL_SECONDS = 2.0

@@ -40,17 +40,9 @@ class IndexedJob(Kind):
         suspension = {"suspend": True} if settings.queue else {}  # the queue lets it go
         return {**build_job(self.container, num_pods, template, max_failures), **suspension}
 
-    def build_address(self, spec: JobSpec) -> str:
-        """Return nothing, since the pods do not meet: see `Kind.build_address`."""
-        return ""
-
-    def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
-        """Return the number of pods: see `Kind.count_replicas`."""
-        return {WORKER: job["spec"].get("completions") or 1}
-
-    def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-        """Return the one template: see `Kind.list_pod_templates`."""
-        return [job["spec"]["template"]]
+    def list_replicas(self, job: Mapping[str, Any]) -> Iterable[tuple[str, int, Mapping[str, Any]]]:
+        """Return the one group that there is: see `Kind.list_replicas`."""
+        return [(WORKER, job["spec"].get("completions") or 1, job["spec"].get("template") or {})]
 
 
 def build_job(container: str, num_pods: int, template: Object, max_failures: int) -> Object:

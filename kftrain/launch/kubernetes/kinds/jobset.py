@@ -57,14 +57,10 @@ class JobSet(Kind):
         name = self.make_job_name(spec)
         return f"{name}-{WORKER}-0-0.{name}"
 
-    def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
-        """Return role -> number of pods: see `Kind.count_replicas`."""
-        roles = job["spec"].get("replicatedJobs") or []
-        return {role["name"]: role["template"]["spec"].get("completions") or 1 for role in roles} or {WORKER: 1}
-
-    def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-        """Return a template for each role: see `Kind.list_pod_templates`."""
-        return [role["template"]["spec"]["template"] for role in job["spec"]["replicatedJobs"]]
+    def list_replicas(self, job: Mapping[str, Any]) -> Iterable[tuple[str, int, Mapping[str, Any]]]:
+        """Return a group for each replicated job: see `Kind.list_replicas`."""
+        jobs = [(role["name"], role["template"]["spec"]) for role in job["spec"].get("replicatedJobs") or []]
+        return [(name, inner.get("completions") or 1, inner.get("template") or {}) for name, inner in jobs]
 
     def list_part_names(self, job: Mapping[str, Any]) -> Iterable[str]:
         """Return the name of the workers' Job: see `Kind.list_part_names`."""

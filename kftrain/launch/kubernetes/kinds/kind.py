@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -77,17 +78,24 @@ class Kind(ABC):
     def build_specification(self, spec: JobSpec, config: Config) -> Object:
         """Build the `spec` of the job's document, with pods from `pod.build_template`. Pure."""
 
-    @abstractmethod
     def build_address(self, spec: JobSpec) -> str:
-        """Return the host name of worker 0, where all workers meet."""
+        """Return the host name of worker 0, where all meet; by default none: they do not, or learn it on the way."""
+        return ""
 
     @abstractmethod
+    def list_replicas(self, job: Mapping[str, Any]) -> Iterable[tuple[str, int, Mapping[str, Any]]]:
+        """Return role, number and template of each group of equal pods, for a job that anybody may have written."""
+
     def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
         """Return role -> number of pods, for a job that anybody may have written."""
+        counts = Counter[str]()
+        for role, num_pods, _ in self.list_replicas(job):
+            counts[role] += num_pods
+        return dict(counts) or {WORKER: 1}
 
-    @abstractmethod
     def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-        """Return the pod templates of a job, one per role."""
+        """Return the pod templates of a job, one for each group of equal pods."""
+        return [template for _, _, template in self.list_replicas(job)]
 
     def list_part_names(self, job: Mapping[str, Any]) -> Iterable[str]:
         """Return the names of objects between job and pods whose events say why there are no pods; none by default."""
@@ -119,13 +127,9 @@ class Kind(ABC):
     def build(self, spec: JobSpec, config: Config, kfp_run_id: str = "", owner: Object | None = None) -> Object:
         """Build the document of the job that runs `spec`, ready for the API server.
 
-        Raises LaunchError if its pods could not reach storage or MLflow, or if the kind has no place for a role.
-
-        Args:
-            spec: The job.
-            config: The configuration of the run.
-            kfp_run_id: The Kubeflow run that it belongs to, for a label.
-            owner: An owner reference: Kubernetes deletes the job with its owner.
+        `kfp_run_id`: the Kubeflow run that it belongs to, for a label; `owner`: an owner reference, as Kubernetes
+        deletes the job with its owner. Raises LaunchError if its pods could not reach storage or MLflow, or if the kind
+        has no place for a role.
         """
         require_reachable(config)
         specification = self.build_specification(spec, config)

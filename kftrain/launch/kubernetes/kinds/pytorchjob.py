@@ -68,14 +68,10 @@ class PyTorchJob(Kind):
         """Return the host name of worker 0: the operator makes a service for each pod."""
         return f"{self.make_job_name(spec)}-{WORKER}-0"
 
-    def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
-        """Return role -> number of pods, with the operator's defaults: see `Kind.count_replicas`."""
-        specs = job["spec"].get("pytorchReplicaSpecs") or {WORKER: {}}
-        return {name.lower(): replica.get("replicas", 1) for name, replica in specs.items()}
-
-    def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-        """Return the pod templates of all replica types: see `Kind.list_pod_templates`."""
-        return [replica["template"] for replica in job["spec"]["pytorchReplicaSpecs"].values()]
+    def list_replicas(self, job: Mapping[str, Any]) -> Iterable[tuple[str, int, Mapping[str, Any]]]:
+        """Return a group for each replica type, with the operator's defaults: see `Kind.list_replicas`."""
+        specs = job["spec"].get("pytorchReplicaSpecs") or {}
+        return [(name.lower(), spec.get("replicas", 1), spec.get("template") or {}) for name, spec in specs.items()]
 
 
 KIND = PyTorchJob()

@@ -116,19 +116,12 @@ class KubeRayJob(Kind):
         template["spec"]["restartPolicy"] = "Never"  # a Ray that ends has lost its worker: KubeRay makes another pod
         return template
 
-    def build_address(self, spec: JobSpec) -> str:
-        """Return nothing, since the driver tells the workers where they meet: see `Kind.build_address`."""
-        return ""
-
-    def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
-        """Return the number of pods, the head's with the others: see `Kind.count_replicas`."""
-        groups = (job["spec"].get("rayClusterSpec") or {}).get("workerGroupSpecs") or []
-        return {WORKER: 1 + sum(group.get("replicas") or 0 for group in groups)}
-
-    def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-        """Return the templates of head and others: see `Kind.list_pod_templates`."""
-        cluster = job["spec"]["rayClusterSpec"]
-        return [group["template"] for group in (cluster["headGroupSpec"], *(cluster.get("workerGroupSpecs") or []))]
+    def list_replicas(self, job: Mapping[str, Any]) -> Iterable[tuple[str, int, Mapping[str, Any]]]:
+        """Return the head and the others, which are workers all alike: see `Kind.list_replicas`."""
+        cluster = job["spec"].get("rayClusterSpec") or {}
+        head, others = cluster.get("headGroupSpec") or {}, cluster.get("workerGroupSpecs") or []
+        sizes = [(head, 1), *((group, group.get("replicas") or 0) for group in others)]
+        return [(WORKER, num_pods, group.get("template") or {}) for group, num_pods in sizes]
 
     def list_part_names(self, job: Mapping[str, Any]) -> Iterable[str]:
         """Return the name of the Ray cluster, once KubeRay has made it up: see `Kind.list_part_names`."""

@@ -78,13 +78,10 @@ class TrainJob(Kind):
         name = self.make_job_name(spec)
         return f"{name}-{NODES}-0-0.{name}"
 
-    def count_replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
-        """Return the number of nodes: see `Kind.count_replicas`."""
-        return {WORKER: (job["spec"].get("trainer") or {}).get("numNodes") or 1}
-
-    def list_pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-        """Return what a TrainJob says of its one template: the container. See `Kind.list_pod_templates`."""
-        return [{"spec": {"containers": [job["spec"].get("trainer") or {}]}}]
+    def list_replicas(self, job: Mapping[str, Any]) -> Iterable[tuple[str, int, Mapping[str, Any]]]:
+        """Return the nodes, of whose template a TrainJob says the container alone: see `Kind.list_replicas`."""
+        trainer = job["spec"].get("trainer") or {}
+        return [(WORKER, trainer.get("numNodes") or 1, {"spec": {"containers": [trainer]}})]
 
     def list_part_names(self, job: Mapping[str, Any]) -> Iterable[str]:
         """Return the names of the JobSet, which is the job's, and of its Job: see `Kind.list_part_names`."""
@@ -96,20 +93,14 @@ def _require_expressible(spec: JobSpec, settings: KubernetesConfig) -> None:
     """Raise LaunchError for a role, a queue or a setting of the pods that a TrainJob has no place for."""
     require_workers_alone(spec, "the runtime of our TrainJobs")
     if settings.queue:
-        raise LaunchError(
-            "no version of Kueue was tried with TrainJobs of Trainer 2.3",
-            where="launch.kubernetes.queue",
-            value=settings.queue,
-            fix="leave it empty, or launch by launch.backend=pytorchjob",
-        )
+        fix = "leave it empty, or launch by launch.backend=pytorchjob"
+        what = "no version of Kueue was tried with TrainJobs of Trainer 2.3"
+        raise LaunchError(what, where="launch.kubernetes.queue", value=settings.queue, fix=fix)
     for key in RUNTIME_SETTINGS:
         if getattr(settings, key) != type(settings).model_fields[key].default:
-            raise LaunchError(
-                f"a TrainJob cannot say it: it belongs to the TrainingRuntime {RUNTIME}",
-                where=f"launch.kubernetes.{key}",
-                value=str(getattr(settings, key)),
-                fix=f"leave it out, and edit the TrainingRuntime {RUNTIME} of the namespace",
-            )
+            fix = f"leave it out, and edit the TrainingRuntime {RUNTIME} of the namespace"
+            what = f"a TrainJob cannot say it: it belongs to the TrainingRuntime {RUNTIME}"
+            raise LaunchError(what, where=f"launch.kubernetes.{key}", value=str(getattr(settings, key)), fix=fix)
 
 
 KIND = TrainJob()

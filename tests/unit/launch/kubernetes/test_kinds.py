@@ -42,11 +42,8 @@ class Batch(Kind):
     def build_address(self, spec):
         return "first"
 
-    def count_replicas(self, job):
-        return {group["name"]: group["size"] for group in job["spec"].get("groups", [])}
-
-    def list_pod_templates(self, job):
-        return []
+    def list_replicas(self, job):
+        return [(group["name"], group["size"], {}) for group in job["spec"].get("groups", [])]
 
 
 BATCH = Batch()
