@@ -34,8 +34,8 @@ ENDED = frozenset(
 )
 """States of a job that will not run again."""
 
-HELD = frozenset(("JobHeldUser", "JobHeldAdmin", "job requeued in held state"))
-"""Reasons of a job that waits until somebody releases it."""
+HELD = ("JobHeld", "requeued in held state", "requeued held")
+"""Words of the reasons of a job that waits until somebody releases it."""
 
 TIMES = {"SLURM_TIME_FORMAT": "%s"}
 """Variables of Slurm's commands: times are seconds since the epoch."""
@@ -66,7 +66,7 @@ class SlurmJob(ScheduledJob):
     @property
     def is_held(self) -> bool:
         """True if it waits until somebody releases it."""
-        return self.state == "PENDING" and self.reason in HELD
+        return self.state == "PENDING" and any(words in self.reason for words in HELD)
 
 
 def make_comment(run_uri: str, task: str, digest: str) -> str:
@@ -189,5 +189,5 @@ def tell_job(job: SlurmJob, signal_name: str, wait_command: list[str], host: str
     try:
         ask_slurm([*(wait_command if job.state == "PENDING" else running), job.job_id], host=host)
     except LaunchError as error:  # it has changed since the look; but somebody else's job stays as it is
-        if "ermission" in error.line:
+        if "ermission" in error.line or "Invalid user id" in error.line:
             raise

@@ -147,6 +147,9 @@ class SlurmCluster:
             )
         self.config_file.write_text(text)
         (self.folder / "gres.conf").write_text(GPUS)
+        version = subprocess.check_output(["/usr/sbin/slurmctld", "-V"], text=True)
+        if "22.05" not in version:  # a later one wants cgroups, unless this is said, which 22.05 does not know
+            (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
         self.start_controller()
         for node in ("node1", "node2"):
             self.start_node(node)
@@ -225,6 +228,7 @@ class SlurmCluster:
         allow.write_text("GRANT ALL ON *.* TO 'slurm'@'127.0.0.1' IDENTIFIED BY 'slurm';\n")
         options = [f"--socket={self.folder}/mariadb.socket", "--bind-address=127.0.0.1", f"--port={database_port}"]
         limits = ["--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900", f"--init-file={allow}"]
+        limits.append("--loose-innodb-snapshot-isolation=OFF")  # slurmdbd of 26.05 demands it of MariaDB 11
         self._start("mariadbd", "/usr/sbin/mariadbd", "--no-defaults", f"--datadir={data}", user, *options, *limits)
         settings = self.folder / "slurmdbd.conf"
         text = DATABASE_CONFIG.format(folder=self.folder, host=host, port=port, database_port=database_port)

@@ -328,7 +328,7 @@ def test_settings_become_what_slurm_shows(cluster, make_run):
         cluster.run("scontrol", "delete", "reservation=lab")
     for text in ("Partition=urgent", "Account=science", "Features=big", "TimeLimit=00:30:00", "Reservation=lab"):
         assert text in shown
-    for text in ("OverSubscribe=NO", "CPUs/Task=3", "NumNodes=1", "Requeue=1", "JobName=r-train", "gres:gpu:2"):
+    for text in ("OverSubscribe=NO", "CPUs/Task=3", "NumNodes=1", "Requeue=1", "JobName=r-train", "gpu:2"):
         assert text in shown
 
 

@@ -240,7 +240,7 @@ def test_gpus_of_a_node_say_how_many_processes_it_has():
     assert (workers.replicas, workers.processes_per_node) == (4, 8)
 
 
-SQUEUE_22_05 = """\
+SQUEUE = """\
 3|PENDING|Resources|alice|2|1795762800|{"kftrain": 1, "run": "/shared/runs/a|b", "task": "train", "digest": "d"}
 2|RUNNING|None|bob|4|1795762700|{"kftrain": 1, "run": "/shared/runs/c", "task": "evaluate", "digest": "e"}
 1|PENDING|JobHeldUser|bob|1|1795762600|(null)
@@ -251,41 +251,170 @@ SQUEUE_22_05 = """\
 8|RUNNING|None|eve|1|1795762600|{"kftrain": 1, "run": "/x", "task": "mine", "digest": "d"}
 9|PENDING|job requeued in held state|bob|1|1795762600|{"kftrain": 1, "run": "/x", "task": "train", "digest": "d"}
 """
-"""As squeue of 22.05 prints it, the only version that these tests have met."""
+"""Lines as squeue prints them, some of them of somebody who writes comments like ours."""
 
 
 def test_jobs_of_others_are_not_taken_for_ours():
-    first, second, suspended = (job for line in SQUEUE_22_05.splitlines() if (job := slurm_queue.parse_job(line)))
+    first, second, suspended = (job for line in SQUEUE.splitlines() if (job := slurm_queue.parse_job(line)))
     assert (first.job_id, first.run_uri, first.reason, first.num_nodes) == ("3", "/shared/runs/a|b", "Resources", 2)
     assert (second.state, second.reason, second.user, second.submitted_at) == ("RUNNING", "", "bob", 1795762700.0)
     assert not first.is_held and not first.has_ended and suspended.is_held
 
 
-SACCT_22_05 = """\
-1|COMPLETED
-2|CANCELLED by 0
-3|FAILED
-5|RUNNING
-6|COMPLETED
-7|CANCELLED by 0
+OUTPUTS = Path(__file__).parent / "slurm_outputs"
+"""What commands of real clusters printed, by version, for the same jobs."""
+
+each_version = pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
+
+RUNS = {
+    1: "alice r train COMPLETED ended",
+    2: "alice r train FAILED ended",
+    3: "alice lost train NODE_FAIL ended",
+    4: "alice preempted train PREEMPTED ended",
+    5: "bob urgent train CANCELLED ended",
+    6: "alice cancelled train CANCELLED ended",
+    7: "alice cancelled2 train CANCELLED ended",
+    8: "alice timeout train TIMEOUT ended",
+    9: "alice deadline train DEADLINE ended",
+    10: "bob a|b train RUNNING",
+    11: "bob het train RUNNING",
+    13: "bob het_held train PENDING JobHeldUser held",
+    15: "alice paused train SUSPENDED",
+    16: "alice held train PENDING JobHeldUser held",
+    17: "alice held evaluate PENDING JobHeldUser held",
+    18: "alice held_admin train PENDING JobHeldAdmin held",
+    19: "alice dependency train PENDING Dependency",
+    20: "alice never train PENDING DependencyNeverSatisfied",
+    21: "alice closed train PENDING PartitionDown",
+    22: "alice qos1 train RUNNING",
+    23: "alice qos2 train PENDING QOSMaxJobsPerUserLimit",
+    24: "alice limit train PENDING PartitionTimeLimit",
+    25: "alice begin train PENDING BeginTime",
+    28: "alice requeuehold train PENDING job requeued in held state held",
+    29: "alice requeued train PENDING BeginTime",
+    30: "alice exclusive train PENDING Resources",
+    31: "alice behind train PENDING Priority",
+}
+"""Jobs of ours by number: user, run, task, state, reason, and what follows from them.
+
+11 and 13 are heterogeneous, with the parts 12 and 14; 26 and 27, an array, are not ours.
 """
-"""As sacct of 22.05 printed it, in a cluster of the tests; 7 is the second part of the heterogeneous job 6."""
 
 
-@pytest.mark.parametrize(
-    ("job", "state"), [("2", "CANCELLED"), ("3", "FAILED"), ("5", "RUNNING"), ("6", "COMPLETED"), ("9", "")]
-)
-def test_sacct_says_how_a_job_ended(put_programs, job, state):
-    put_programs(ssh=SSH, sacct=f"""printf '%s\\n' "$@" > "$SEEN"; printf '{SACCT_22_05}'""")
-    assert slurm_queue.read_past_state(job, "me@login1") == state
+def describe(job):
+    words = [job.user, RunPaths(job.run_uri).run_id, job.task, job.state, job.reason]
+    return " ".join(filter(None, [*words, "held" * job.is_held, "ended" * job.has_ended]))
 
 
-def test_a_cluster_without_accounts_says_nothing_and_one_whose_database_is_away_is_asked_again(put_programs):
-    put_programs(ssh=SSH, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    assert slurm_queue.read_past_state("1", "me@login1") == ""
-    put_programs(sacct="echo 'sacct: error: slurm_persist_conn_open_without_init: Connection refused' >&2; exit 1")
-    with pytest.raises(SchedulerAwayError):
-        slurm_queue.read_past_state("1", "me@login1")
+@each_version
+def test_squeue_of_each_version_is_read_alike(put_programs, version):
+    put_programs(ssh=SSH, squeue=f"cat '{OUTPUTS}/{version}/squeue.txt'")
+    jobs = slurm_queue.list_jobs(host="me@login1")
+    assert {int(job.job_id): describe(job) for job in jobs} == RUNS
+    assert [int(job.job_id) for job in jobs if job.num_nodes == 2] == [10, 30, 31]
+    times = [job.submitted_at for job in jobs]
+    assert all(1795952000 < time < 1795953000 for time in times), "they are no seconds since the epoch"
+
+
+def test_a_job_whose_launch_failed_is_held():
+    line = SQUEUE.splitlines()[0].replace("Resources", "launch failed requeued held")  # as all versions say it
+    assert slurm_queue.parse_job(line).is_held
+
+
+STATES = {
+    "1": "COMPLETED",
+    "2": "FAILED",
+    "3": "NODE_FAIL",
+    "4": "PREEMPTED",
+    "6": "CANCELLED",
+    "8": "TIMEOUT",
+    "11": "RUNNING",
+    "15": "SUSPENDED",
+    "23": "PENDING",
+    "999": "",
+}
+
+
+@each_version
+@pytest.mark.parametrize("job", STATES)
+def test_sacct_of_each_version_says_how_a_job_ended(put_programs, version, job):
+    put_programs(ssh=SSH, sacct=f"cat '{OUTPUTS}/{version}/sacct.txt'")
+    assert slurm_queue.read_past_state(job, "me@login1") == STATES[job]
+
+
+@pytest.fixture
+def replay(put_programs, tmp_path):
+    """Yields the words of each command that was recorded below a title; a program then prints and ends as it did."""
+
+    def replay(version, title):
+        parts = (OUTPUTS / version / "commands.txt").read_text().strip().split("\n\n")
+        found = [lines[1:] for part in parts if (lines := part.splitlines())[0] == f"# {title}"]
+        assert found, title
+        for command, *output, end in found:
+            code, words = int(end.removeprefix("exit ")), shlex.split(command.removeprefix("$ "))
+            (tmp_path / "output").write_text("\n".join(output))
+            put_programs(ssh=SSH, **{words[0]: f"cat '{tmp_path}/output' >&{2 if code else 1}; exit {code}"})
+            yield words
+
+    return replay
+
+
+@each_version
+@pytest.mark.parametrize("title", ["slurmctld is away", "slurmctld does not answer"])
+def test_what_each_version_says_of_an_absence_is_none_for_ever(replay, version, title):
+    for command in replay(version, title):
+        if command[1] in ("hold", "release"):  # they do not say why
+            tell(command)
+        else:
+            with pytest.raises(SchedulerAwayError):
+                slurm_queue.ask_slurm(command, host="me@login1")
+
+
+@each_version
+def test_the_number_of_a_submitted_job_is_read(replay, version):
+    launcher = build_launcher(config.parse("", [*SETTINGS, "run.storage_root=/shared", "launch.slurm.host=me@login1"]))
+    for title, number in (("submitted", "32"), ("submitted to a named cluster", "33")):
+        assert [launcher._submit(make_spec(), []) for _ in replay(version, title)] == [number]
+
+
+@each_version
+def test_what_each_version_refuses_is_said_in_its_words(replay, version):
+    reasons = ("Invalid feature specification", "Invalid partition name", "Invalid account")
+    for _, reason in zip(replay(version, "refused"), reasons, strict=True):
+        with pytest.raises(LaunchError, match=reason) as caught:
+            slurm_queue.ask_slurm(["sbatch"], host="me@login1")
+        assert type(caught.value) is LaunchError
+
+
+def tell(command):
+    """Tells a job what was recorded: one that runs by a signal, one that waits otherwise."""
+    job = slurm_queue.parse_job(SQUEUE.splitlines()["--batch" in command])
+    slurm_queue.tell_job(job, "USR1", command[:-1], "me@login1")
+
+
+@each_version
+def test_jobs_of_others_cannot_be_told_and_those_that_have_changed_are_let_be(replay, version):
+    for command in replay(version, "the job of another user"):
+        with pytest.raises(LaunchError, match=r"ermission denied|Invalid user id"):
+            tell(command)
+    for command in replay(version, "a job that has ended"):
+        with pytest.raises(LaunchError, match=r"already finished|Invalid job id"):
+            slurm_queue.ask_slurm(command, host="me@login1")
+        tell(command)
+    for command in replay(version, "a job that nobody knows"):
+        if command[0] == "sacct":
+            assert slurm_queue.read_past_state("999", "me@login1") == ""
+        else:
+            tell(command)
+
+
+@each_version
+def test_a_cluster_without_accounts_says_nothing_and_one_whose_database_is_away_is_asked_again(replay, version):
+    found = [slurm_queue.read_past_state("1", "me@login1") for _ in replay(version, "a cluster without accounts")]
+    assert found == [""]
+    for _ in replay(version, "slurmdbd is away"):
+        with pytest.raises(SchedulerAwayError):
+            slurm_queue.read_past_state("1", "me@login1")
 
 
 SSH = """[ "$1 $2 $3 $4 $5 $6" = "-o BatchMode=yes -o ConnectTimeout=20 -- me@login1" ] && [ $# = 7 ] || exit 9
