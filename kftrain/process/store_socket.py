@@ -1,4 +1,4 @@
-"""Where the processes of a job meet: what they are called there, and the socket that rank 0 of a single node inherits.
+"""The place where the processes of a job meet: the job's name there, and the socket that rank 0 of one node inherits.
 
 It inherits the socket so that no other process can take its port meanwhile.
 """

@@ -23,7 +23,8 @@ make .ray/.ready || echo "no Ray"
 export KFTRAIN_RAY_PYTHON="${KFTRAIN_RAY_PYTHON:-$PWD/.ray/bin/python}"
 suite "$AT_ONCE" "not ($PODS)" "not breaks_cluster"
 wait ${building:-} || echo "no cluster: see build/launchers-cluster.log"
-suite 4 "$PODS" breaks_cluster
+suite 3 'pytorchjob or trainjob or jobset' breaks_cluster
+suite 1 rayjob breaks_cluster  # beside the others its pods find no CPU
 suite "$AT_ONCE" "$PODS" "not breaks_cluster"
 .venv/bin/python tests/launchers/record.py
 echo "$((SECONDS / 60)) minutes"
