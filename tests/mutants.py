@@ -150,6 +150,20 @@ MUTANTS = [
         "tests/distributed/test_world.py -k another_job",
     ),
     Mutant(
+        "a connection gives its number away while a thread may read there",
+        "kftrain/core/frames.py",
+        "            self._connection.shutdown(socket.SHUT_RDWR)\n",
+        "            self._connection.shutdown(socket.SHUT_RDWR)\n        self._connection.close()\n",
+        "tests/unit/core/test_frames.py -k keeps_its_number",
+    ),
+    Mutant(
+        "a socket that is connected to itself is a server",
+        "kftrain/core/frames.py",
+        "if connection.getsockname() == connection.getpeername():",
+        "if connection.getsockname() is None:",
+        "tests/unit/core/test_frames.py -k connected_to_itself",
+    ),
+    Mutant(
         "keys lose the highest byte of their differences",
         "kftrain/core/row_encodings.py",
         "(largest.bit_length() + 7) // 8",

@@ -12,6 +12,7 @@ import hmac
 import os
 import socket
 import struct
+import weakref
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -176,13 +177,26 @@ def decode_header(header: bytes | bytearray | memoryview) -> FrameHeader | None:
     return FrameHeader(frame, num_keys, key_bytes, num_values)
 
 
+def open_connection(host: str, port: int, timeout_seconds: float) -> socket.socket:
+    """Connect to whoever listens there. Raises OSError."""
+    connection = socket.create_connection((host, port), timeout_seconds)
+    if connection.getsockname() == connection.getpeername():
+        # Where nobody listens on this machine, TCP connects a socket to itself if it was given that port by chance.
+        connection.close()
+        raise ConnectionRefusedError("nobody listens")
+    return connection
+
+
 class FrameSocket:
     """A connection that carries frames. One thread may send while another one receives."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
+        self._connection = connection
+        # Closed when nobody has this object any more: a thread that is about to read would else take what comes to the
+        # next connection of that number.
+        weakref.finalize(self, connection.close)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._connection = connection
         self._peer = peer
         self._header = bytearray(HEADER.size)
 
@@ -190,7 +204,7 @@ class FrameSocket:
     def connect(cls, host: str, port: int, secret: bytes, peer: str, timeout_seconds: float) -> FrameSocket:
         """Connect to a server. Raises LostPeerError where nobody is there, ConfigError for another secret."""
         try:
-            connection = cls(socket.create_connection((host, port), timeout_seconds), peer)
+            connection = cls(open_connection(host, port, timeout_seconds), peer)
         except OSError as error:
             raise LostPeerError(f"cannot be reached: {error}", where=peer) from error
         connection.authenticate(secret, is_server=False)
@@ -253,10 +267,9 @@ class FrameSocket:
         self._limit_waits(None)
 
     def close(self) -> None:
-        """Close the connection; whoever waits in `receive` gets LostPeerError."""
+        """End the connection; whoever waits in `receive` gets LostPeerError."""
         with contextlib.suppress(OSError):  # the other end was faster
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
 
     def _lose(self, what: str) -> LostPeerError:
         self.close()

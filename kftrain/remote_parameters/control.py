@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
 import time
 from collections.abc import Sequence
 
 from kftrain.core import storage
-from kftrain.core.frames import Frame, FrameKind, FrameSocket
+from kftrain.core.frames import Frame, FrameKind, FrameSocket, open_connection
 from kftrain.errors import LostPeerError, RetryableError
 from kftrain.remote_parameters.link import ServerAddress
 
@@ -96,6 +95,6 @@ def _ask(server: ServerAddress, secret: bytes, frame: Frame, stack: contextlib.E
 
 def _answers(server: ServerAddress) -> bool:
     with contextlib.suppress(OSError):
-        socket.create_connection((server.host, server.port), CONNECT_SECONDS).close()
+        open_connection(server.host, server.port, CONNECT_SECONDS).close()
         return True
     return False

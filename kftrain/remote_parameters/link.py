@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kftrain.core.frames import Frame, FrameKind, FrameSocket, FrameValues, split_rows
+from kftrain.core.frames import Frame, FrameKind, FrameSocket, FrameValues, open_connection, split_rows
 from kftrain.errors import LostPeerError, RetryableError
 
 Answer = TypeVar("Answer")
@@ -117,7 +116,7 @@ class Link:
         address = self.address
         where = f"server {address.name} at {address.host}:{address.port}"
         try:
-            raw = socket.create_connection((address.host, address.port), min(CONNECT_SECONDS, self._patience_seconds))
+            raw = open_connection(address.host, address.port, min(CONNECT_SECONDS, self._patience_seconds))
         except OSError as error:
             if address.copy is not None:
                 self.address = address.copy  # for good: once a worker has been there, the first one is out

@@ -66,6 +66,7 @@ class Server:
         self._hang_up()
         for thread in self._threads:
             thread.join()
+        self._listener.close()
         self._log.close()
 
     def _hang_up(self) -> None:
@@ -75,8 +76,7 @@ class Server:
             for connection in self._sockets:
                 connection.close()
         with contextlib.suppress(OSError):  # it may have retired before
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which closing alone does not
-        self._listener.close()
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
 
     def _start_thread(self, work: object, *arguments: object) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)  # type: ignore[arg-type]
@@ -84,12 +84,11 @@ class Server:
         thread.start()
 
     def _accept(self) -> None:
-        while True:
-            try:
+        # Closed by this thread alone: else it might accept what comes to the next listener of this number.
+        with self._listener, contextlib.suppress(OSError):  # stopped
+            while True:
                 connection, peer = self._listener.accept()
-            except OSError:
-                return  # stopped
-            self._start_thread(self._serve, FrameSocket(connection, f"{peer[0]}:{peer[1]}"))
+                self._start_thread(self._serve, FrameSocket(connection, f"{peer[0]}:{peer[1]}"))
 
     def _serve(self, connection: FrameSocket) -> None:
         with self._changed:

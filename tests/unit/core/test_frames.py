@@ -1,5 +1,7 @@
 """Frames between two sockets: what is sent arrives, and what is not a frame or not of this run does not."""
 
+import gc
+import os
 import socket
 import threading
 
@@ -79,6 +81,32 @@ def test_what_is_no_frame_is_refused_before_memory_is_taken_for_it(pair, header)
     raw.sendall(header)
     with pytest.raises(LostPeerError, match="something else than a frame"):
         right.receive()
+
+
+def test_a_closed_connection_keeps_its_number_as_long_as_somebody_may_read_there():
+    """The next connection of this process would have the number, and the reader would take what comes to that one."""
+    left, right = (FrameSocket(one, "peer") for one in socketpair())
+    number = left._connection.fileno()
+    left.close()
+    with pytest.raises(LostPeerError, match="closed"):
+        left.receive()
+    with pytest.raises(LostPeerError):
+        right.receive()
+    os.fstat(number)
+    del left
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+    right.close()
+
+
+def test_a_socket_that_is_connected_to_itself_has_found_nobody(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda *where: connect(*where, source_address=address))
+    with pytest.raises(LostPeerError, match="cannot be reached: nobody listens"):
+        FrameSocket.connect(*address, b"secret", "peer", 5.0)
 
 
 def test_an_end_in_the_middle_of_a_frame_is_a_lost_peer(pair):
