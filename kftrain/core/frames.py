@@ -252,7 +252,7 @@ class FrameSocket:
 
         Raises ConfigError if the other end has another secret.
         """
-        self._limit_waits(HANDSHAKE_SECONDS)
+        self._connection.settimeout(HANDSHAKE_SECONDS)
         ours, theirs = os.urandom(32), memoryview(bytearray(32))
         self._send_bytes(ours)
         self._fill(theirs)
@@ -264,7 +264,7 @@ class FrameSocket:
         if not hmac.compare_digest(proofs[1], theirs):
             self.close()
             raise ConfigError("the other end has another secret than this run's", where=self._peer)
-        self._limit_waits(None)
+        self._connection.settimeout(None)
 
     def close(self) -> None:
         """End the connection; whoever waits in `receive` gets LostPeerError."""
@@ -274,12 +274,6 @@ class FrameSocket:
     def _lose(self, what: str) -> LostPeerError:
         self.close()
         return LostPeerError(what, where=self._peer)
-
-    def _limit_waits(self, seconds: float | None) -> None:
-        try:
-            self._connection.settimeout(seconds)
-        except OSError as error:  # another thread has closed it
-            raise self._lose(f"the connection is closed: {error}") from error
 
     def _send_bytes(self, content: bytes) -> None:
         try:
