@@ -164,6 +164,13 @@ MUTANTS = [
         "tests/unit/core/test_frames.py -k connected_to_itself",
     ),
     Mutant(
+        "a change of servers uses the group of the checkpoint thread",
+        "kftrain/train/remote_rows.py",
+        "world.agree(self._finish_change, while_saving=True)",
+        "world.agree(self._finish_change)",
+        "tests/unit/train/test_remote_rows.py -k checkpoint_thread",
+    ),
+    Mutant(
         "keys lose the highest byte of their differences",
         "kftrain/core/row_encodings.py",
         "(largest.bit_length() + 7) // 8",

@@ -74,15 +74,19 @@ class World:
         dist.all_gather_object(values, value, group=self.background)
         return values
 
-    def agree(self, work: Callable[[], object]) -> None:
-        """Do work that may take long, and raise the first error of any process on all. As `gather_slowly`."""
+    def agree(self, work: Callable[[], object], while_saving: bool = False) -> None:
+        """Do work that may take long, and raise the first error of any process on all. As `gather_slowly`.
+
+        `while_saving`: the checkpoint thread may be at work; then the work must not take longer than a collective may.
+        """
         # Errors of the user's and of storage only: a bug ends its process at once, and the others see its end.
         problem = None
         try:
             work()
         except KftrainError as error:
             problem = error.to_dict()
-        first = next((other for other in self.gather_slowly(problem) if other), None)
+        gather = self.gather if while_saving else self.gather_slowly
+        first = next((other for other in gather(problem) if other), None)
         if first is not None:
             raise error_from_dict(first)
 

@@ -153,9 +153,9 @@ class RemoteRows:
         world, tables = self._world, self._tables
         assert world is not None and tables is not None, "the servers are not connected"
         world.barrier()
-        world.agree(self._finish_change)
+        world.agree(self._finish_change, while_saving=True)
         servers = world.from_main(self._servers)
-        world.agree(lambda: tables.switch(servers))
+        world.agree(lambda: tables.switch(servers), while_saving=True)
 
     def _finish_change(self) -> None:
         if self._change is not None:

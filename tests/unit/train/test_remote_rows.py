@@ -1,11 +1,13 @@
 """A training whose rows lie on servers: the numbers of a bare loop, one cut with the dense part, and its export."""
 
 import time
+import types
 
 import numpy as np
 import pandas
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import clicks, in_process, jobs
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
@@ -16,6 +18,7 @@ from kftrain.core import storage
 from kftrain.core.frames import Frame, FrameKind
 from kftrain.errors import CheckpointError, ConfigError, DivergedError, Preempted, RetryableError, UserCodeError
 from kftrain.models.click_network import ClickNetwork
+from kftrain.parallel.world import join_world
 from kftrain.registry.pyfunc_loader import ExportedModel
 from kftrain.remote_parameters import control
 from kftrain.remote_parameters.client import RemoteTables
@@ -26,6 +29,7 @@ from kftrain.server.settings import ServerConfig, TableConfig
 from kftrain.server.table import build_spec, draw_initial_weights
 from kftrain.sharding.sources.clicks import ClicksSource
 from kftrain.tasks.click_prediction import ClickPrediction
+from kftrain.train.remote_rows import RemoteRows
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -309,3 +313,15 @@ def test_a_clock_rule_changes_the_training_and_the_number_of_servers_does_not(pr
     ):
         server = ServerConfig(**{**dict(resolved.server), **changes})
         assert (resolved.model_copy(update={"server": server}).training_digest("d") == before) is is_same
+
+
+def test_a_change_of_servers_leaves_the_group_of_the_checkpoint_thread_alone(monkeypatch):
+    """That thread may write meanwhile: two collectives of one group at once would wait for each other for ever."""
+    groups, gather = [], dist.all_gather_object
+    rows = RemoteRows.__new__(RemoteRows)
+    rows._tables, rows._change, rows._servers = types.SimpleNamespace(switch=lambda servers: None), None, []
+    with in_process.alone(monkeypatch), join_world(60.0) as rows._world:
+        note = lambda values, value, group: (groups.append(group), gather(values, value, group=group))  # noqa: E731
+        monkeypatch.setattr(dist, "all_gather_object", note)
+        rows._switch()
+        assert groups == [rows._world.control] * 2
