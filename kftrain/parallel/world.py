@@ -174,7 +174,9 @@ def _meet_others(timeout: timedelta) -> Any:
     if is_main:
         store.set("job", job)
     elif store.get("job") != job.encode():
-        raise RetryableError("another job answers where the processes of this one meet", where=f"{address}:{port}")
+        what = "another job answers where the processes of this one meet"
+        fix = "give jobs of one machine ports of their own"
+        raise RetryableError(what, where=f"{address}:{port}", fix=fix)
     return store
 
 
