@@ -45,6 +45,14 @@ OF_RELEASE_02: layers.Document = {"data": {"order": 2}}
 SECTIONS_WITHOUT_ENTRY = {"run": "", "data": "data."}
 """Section -> prefix of its keys, which stand in a training identity beside the entries of the other sections."""
 
+MEETING_INTERVALS = (
+    "train.log_interval_steps",
+    "evaluate.interval_steps",
+    "checkpoint.interval_steps",
+    "checkpoint.keep_every",
+)
+"""Keys of the intervals at whose ends all processes do something together; 0: they never do."""
+
 
 class Config(Section):
     """The whole configuration."""
@@ -81,8 +89,10 @@ class Config(Section):
             self._require_compilable()
         if self.train.command:
             self._require_left_to_script()
-        if self.server.num_servers:
+        if self.server.tables:
             self._require_tables_fit()
+        elif self.server.num_servers and self.parallel.islands == 1:
+            raise ValueError("server.num_servers must be 0 where there are neither server.tables nor parallel.islands")
         if self.parallel.islands > 1:
             self._require_islands_fit()
         elif self.train.outer != OuterConfig():
@@ -122,7 +132,8 @@ class Config(Section):
         """Refuse what would be of all islands, or what no test has shown to go together with them."""
         default = Config()
         needed = [f"parallel.{key}" for key in ("tensor", "pipeline", "context", "expert", "offload", "hierarchical")]
-        needed += ["parallel.layout", "parallel.compression.kind", "precision.master", "server.num_servers"]
+        needed += ["parallel.layout", "parallel.compression.kind", "precision.master", "server.tables"]
+        needed += [f"server.{key}" for key in ("copies", "consistency", "encoding")]
         needed += [f"train.{key}" for key in ("average_decay", "noise_scale", "batch_warmup")]
         odd = [key for key in needed if attrgetter(key)(self) != attrgetter(key)(default)]
         others = {"parallel.strategy": ("auto",), "precision.compute": ("fp16", "float8")}
@@ -131,6 +142,26 @@ class Config(Section):
         if odd:
             value = attrgetter(odd[0])(self)
             raise ValueError(f"{odd[0]} must not be {value} with parallel.islands: no test has shown what comes of it")
+        if self.train.outer.quorum:
+            self._require_quorum_fits()
+
+    def _require_quorum_fits(self) -> None:
+        """Refuse a quorum that cannot come, or a place where islands meet that lies between two exchanges."""
+        outer = self.train.outer
+        if outer.quorum > self.parallel.islands:
+            raise ValueError(f"train.outer.quorum must be at most parallel.islands, {self.parallel.islands}")
+        if not self.server.num_servers:
+            raise ValueError("train.outer.quorum is kept by servers: server.num_servers must be at least 1")
+        for key in MEETING_INTERVALS:
+            if attrgetter(key)(self) % outer.steps:
+                what = f"a multiple of train.outer.steps, {outer.steps}, with a quorum: all islands meet there"
+                raise ValueError(f"{key} must be {what}, not {attrgetter(key)(self)}")
+
+    def is_meeting(self, num_steps: int) -> bool:
+        """Return True if all islands meet after so many steps."""
+        intervals = [attrgetter(key)(self) for key in MEETING_INTERVALS]
+        is_interval = any(interval and num_steps % interval == 0 for interval in intervals)
+        return is_interval or num_steps == self.train.steps
 
     def _require_compilable(self) -> None:
         axes = [f"parallel.{axis}" for axis in ("context", "tensor", "pipeline", "expert")]

@@ -55,14 +55,16 @@ class Mesh:
         return self.shape.coordinates(self.world.rank)["islands"]
 
     def sum_both(self, of_island: list[float], of_all: list[float]) -> tuple[list[float], list[float]]:
-        """Sum some values over the processes of this island, and others over all processes. Collective."""
+        """Sum some values over the processes of this island, and others over all processes. Collective.
+
+        Over this island alone where there are no others.
+        """
         if self.shape.islands == 1:  # one exchange for both
             sums = self.world.sum([*of_island, *of_all])
             return sums[: len(of_island)], sums[len(of_island) :]
         own = torch.tensor(of_island, dtype=torch.float64)
         dist.all_reduce(own, group=self.group([axis for axis in AXES if axis != "islands"]))
-        sums = own.tolist()
-        return sums, self.world.sum(of_all)
+        return own.tolist(), self.world.sum(of_all) if of_all else []
 
     def norm_group(self) -> dist.ProcessGroup | None:
         """Return the group of the processes with different parts of the gradients; None where this one has all."""

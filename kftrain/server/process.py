@@ -43,6 +43,8 @@ from kftrain.server.moving import (
     unpack_rows,
 )
 from kftrain.server.optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSgd
+from kftrain.server.outer_gradients import OuterGradients
+from kftrain.server.rounds import RoundRules
 from kftrain.server.rows import Keys
 from kftrain.server.server import Server
 from kftrain.server.settings import ServerConfig, TableConfig
@@ -67,7 +69,8 @@ def run_server(paths: RunPaths, digest: str, number: int) -> None:
         for server in servers:
             server.start()
             server.publish_address()
-        to_log(f"holds a share of {len(config.server.tables)} tables, at port {servers[0].address[1]}")
+        held = f"a share of {len(config.server.tables)} tables" if config.server.tables else "outer gradients"
+        to_log(f"holds {held}, at port {servers[0].address[1]}")
         is_stopped.wait()
         for server in servers:
             server.stop()
@@ -98,6 +101,13 @@ def build_state(config: ServerConfig, seed: int, folder: Path) -> ServerState:
     return ServerState(tables, config.max_ahead)
 
 
+def build_round_rules(config: Config) -> RoundRules:
+    """Build the rules by which the outer gradients of islands are merged."""
+    outer, num_islands = config.train.outer, config.parallel.islands
+    quorum, max_ahead = outer.quorum or num_islands, outer.max_rounds_ahead if outer.quorum else None
+    return RoundRules(num_islands, quorum, outer.grace_seconds, max_ahead)
+
+
 class RunServer(Server):
     """A server whose tables come from the run's checkpoints and go into them; `is_copy`: it stands by for that one."""
 
@@ -111,6 +121,7 @@ class RunServer(Server):
         self._num_servers = config.server.num_servers
         self._ring = build_ring(self._num_servers)
         self._move: RowMove | None = None
+        self._outer: OuterGradients | None = None
         self._first_change = 0
         """Number of the first change that is not over, as far as this server knows."""
         self._has_foreign_rows = False
@@ -134,11 +145,16 @@ class RunServer(Server):
         super()._hang_up()
         if self._move is not None:
             self._move.close()
+        if self._outer is not None:
+            self._outer.close()
 
     def _answer(self, frame: Frame, connection: FrameSocket) -> Iterator[Frame]:
         methods = {FrameKind.SAVE: self._save, FrameKind.LOAD: self._load, FrameKind.MOVE: self._copy_rows}
         methods |= {FrameKind.ROWS: self._take_rows, FrameKind.CLOCKS: self._take_clocks}
         methods |= {FrameKind.SETTLE: self._settle}
+        outer = self._outer
+        if outer is not None and self._connections.get(frame.worker) is connection:  # else of an attempt before
+            methods |= {FrameKind.GRADIENT: outer.take, FrameKind.MEET: outer.meet, FrameKind.MEAN: outer.send_mean}
         if frame.kind not in methods:
             yield from super()._answer(frame, connection)
             return
@@ -162,7 +178,7 @@ class RunServer(Server):
         state = build_state(self._config.server, self._config.run.seed, self._folder)
         with self._changed:
             self._end_move()
-            if frame.clock:
+            if frame.clock and state.tables:
                 table_files.load_tables(state.tables, self._name_checkpoint(frame), self._find_own)
             self._log.close()
             self._log = NoLog()
@@ -174,7 +190,15 @@ class RunServer(Server):
             self._has_foreign_rows = False
             self._readable_position = 0
             self._connections.clear()  # those of workers of an attempt before, whose frames are refused from now on
+            self._begin_outer(frame.clock)
         return Frame(FrameKind.POSITION, clock=frame.clock)
+
+    def _begin_outer(self, num_steps: int) -> None:
+        if self._outer is not None:
+            self._outer.close()
+        if self._config.parallel.islands > 1:
+            first_round = num_steps // self._config.train.outer.steps
+            self._outer = OuterGradients(build_round_rules(self._config), first_round, self._config.run.seed)
 
     def _name_checkpoint(self, frame: Frame) -> str:
         return storage.join(self._paths.checkpoints, str(CheckpointName(frame.clock, frame.sequence)))

@@ -38,11 +38,11 @@ class TableConfig(Section):
 
 
 class ServerConfig(Section):
-    """Parameter servers: tables that are larger than a worker, or that no worker need hold."""
+    """Parameter servers: for tables that no worker need hold, and for islands that do not wait for each other."""
 
     num_servers: KeepsTraining[Amount] = 0
-    """Processes beside the workers that share the rows of all tables; 0: there are no tables. A checkpoint goes on with
-    any other number."""
+    """Processes beside the workers that share the rows of all tables, or through which the islands of
+    `parallel.islands` exchange. A checkpoint goes on with any other number."""
     copies: KeepsTraining[Literal[1, 2]] = 1
     """Servers that have each row in memory. With 2, each also holds what its neighbour holds; an update is acknowledged
     when both have it, and the first server that dies costs no step. Local launches alone."""
@@ -64,8 +64,8 @@ class ServerConfig(Section):
         names = [table.name for table in self.tables]
         if len(set(names)) < len(names):
             raise ValueError(f"two tables have one name: {', '.join(sorted(names))}")
-        if bool(self.num_servers) != bool(self.tables):
-            raise ValueError("servers hold tables: set both num_servers and tables, or neither")
+        if self.tables and not self.num_servers:
+            raise ValueError("servers hold tables: num_servers must be at least 1 with tables")
         if self.copies > 1 and self.num_servers < 2:
             raise ValueError("copies lie on other servers: num_servers must be at least 2 with copies: 2")
         if (self.consistency == "ssp") != bool(self.max_steps_ahead):

@@ -24,6 +24,7 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.run.commit import CheckpointManifest
 from kftrain.tasks.base import Task, TrainingTask
 from kftrain.train.completing import ExportDescription
+from kftrain.train.islands import Islands
 from kftrain.train.remote_rows import RemoteRows
 
 Agree = Callable[[list[float]], list[float]]
@@ -135,6 +136,10 @@ class Engine(Protocol):
     @property
     def rows(self) -> RemoteRows | None:
         """Rows of the model that lie on servers; None where none do."""
+
+    @property
+    def islands(self) -> Islands | None:
+        """The outer parameters, where there are several islands."""
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the steps that follow."""

@@ -5,9 +5,14 @@ own an island's outer gradient is what it has moved by, outer - inner. The mean 
 outer optimizer, which moves the outer parameters; from these all go on, each with the inner optimizer that it has.
 `average` is a step of 1 without momentum: local SGD (Stich 2018, arXiv:1805.09767).
 
-The exchange is a collective along the axis `islands` (`parallel/outer_exchange.py`): each process exchanges its own
-part of what `fsdp` shards, and keeps the outer parameters and the outer momentum of that part. It comes after each H-th
-step, and after the last one of the training. A step that an island skips (its gradient is not finite) counts.
+The exchange is a collective along the axis `islands` (`parallel/outer_exchange.py`), or goes through servers
+(`train/served_exchange.py`): each process exchanges its own part of what `fsdp` shards, and keeps the outer parameters
+and the outer momentum of that part. It comes after each H-th step, and after the last one of the training. A step that
+an island skips (its gradient is not finite) counts.
+
+With a quorum islands do not wait for each other (Decoupled DiLoCo, arXiv:2604.21428): an island that comes late takes
+the updates that it has missed, and its own gradient is in one of them. All meet in some rounds, `Config.is_meeting`,
+and soon after an island has wanted to: between two rounds in which they meet nothing is agreed over all of them.
 
 A checkpoint holds the outer parameters as its `model`. These are what all islands agree on, and what evaluation and
 export take; between two exchanges they are those of the last one. Beside them it holds what each island has for itself:
@@ -22,13 +27,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from kftrain.config import Config
 from kftrain.parallel.distributed import Part
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.outer_exchange import OuterExchange
+from kftrain.parallel.outer_exchange import CollectiveExchange, Round
 from kftrain.parallel.sharded import local, spread_like
+from kftrain.parallel.world import World
+from kftrain.run.commit import CheckpointManifest
+from kftrain.run.paths import RunPaths
 from kftrain.train.averages import standing_in
 from kftrain.train.optimizer import list_parameter_names
-from kftrain.train.settings import TrainConfig
+from kftrain.train.served_exchange import ServedExchange
 
 PART = "islands"
 """Name of the part of a checkpoint: the outer momentum, and what each island has for itself."""
@@ -37,38 +46,66 @@ PART = "islands"
 class Islands:
     """The outer parameters and their optimizer, in fp32, cut over the processes of an island as the parameters are."""
 
-    def __init__(self, model: nn.Module, train: TrainConfig, mesh: Mesh) -> None:
+    has_met = True
+    """True where all islands have taken the same steps now, and wait for each other."""
+    wants_meeting = False
+    """True where this island wants all to meet soon; its processes agree on it."""
+
+    def __init__(self, model: nn.Module, config: Config, mesh: Mesh) -> None:
         """Begin with the parameters of now, which are those of all islands."""
         self._names = {weight: names for weight, names in list_parameter_names(model).items() if weight.requires_grad}
         self._island = str(mesh.island)
-        self._train = train
+        self._config = config
+        self._train = train = config.train
         self._sizes = [weight.numel() for weight in self._weights]
         self._outer = self._flatten(self._weights)
         self._momentum = torch.zeros_like(self._outer)
-        self._exchange = OuterExchange(mesh, train.outer.encoding, len(self._outer), self._outer.device)
+        size, device = len(self._outer), self._outer.device
+        self._exchange: CollectiveExchange | ServedExchange
+        if config.server.num_servers:
+            self._exchange = ServedExchange(mesh, config, size, device)
+        else:
+            self._exchange = CollectiveExchange(mesh, train.outer.encoding, size, device)
 
     @property
     def _weights(self) -> list[torch.Tensor]:
         """This process's parts of the parameters. FSDP may move them in memory before its first pass."""
         return [local(weight.detach()) for weight in self._names]
 
+    def connect(self, paths: RunPaths, world: World, before: CheckpointManifest | None) -> None:
+        """Connect to the servers, where islands exchange through them. Collective."""
+        if isinstance(self._exchange, ServedExchange):
+            self._exchange.connect(paths, world, before)
+
+    def close(self) -> None:
+        """Close the connections to servers."""
+        if isinstance(self._exchange, ServedExchange):
+            self._exchange.close()
+
     def finish_step(self, first_sample: int) -> None:
         """Exchange outer gradients if this is the time. `first_sample`: number of the step's. Collective then."""
         # By the sample, so that nothing counts steps, and an attempt that goes on exchanges after the same ones.
-        num_steps = first_sample // self._train.global_batch_size + 1
-        if num_steps % self._train.outer.steps == 0 or num_steps == self._train.steps:
-            self._move(self._exchange.average(self._outer - self._flatten(self._weights)))
+        num_steps, interval = first_sample // self._train.global_batch_size + 1, self._train.outer.steps
+        has_quorum = self._train.outer.quorum > 0
+        self.has_met = not has_quorum
+        if num_steps % interval and num_steps != self._train.steps:
+            return
+        is_meeting = self._config.is_meeting(num_steps) or not has_quorum
+        number = Round(-(-num_steps // interval), is_meeting, self.wants_meeting)
+        means, self.has_met = self._exchange.exchange(self._outer - self._flatten(self._weights), number)
+        for mean in means:
+            self._move(mean)
+        self._set_weights(self._outer)
 
     @torch.no_grad()
     def _move(self, gradient: torch.Tensor) -> None:
-        """Move the outer parameters as `torch.optim.SGD` does with `nesterov`, and go on from there."""
+        """Move the outer parameters as `torch.optim.SGD` does with `nesterov`."""
         outer = self._train.outer
         if outer.optimizer == "average":
             self._outer.sub_(gradient)
         else:
             self._momentum.mul_(outer.momentum).add_(gradient)
             self._outer.sub_(gradient.add(self._momentum, alpha=outer.momentum), alpha=outer.learning_rate)
-        self._set_weights(self._outer)
 
     def in_place(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Give the model the outer parameters within the block, which may compute but not train."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,13 +49,13 @@ class NextStep:
     """This process's batch; None after the last step, on all processes."""
     num_terms: int
     """Number of its loss terms, over all processes of an island."""
-    stops: bool
+    stops: bool = False
     """True where the attempt ends before it."""
-    is_saving: bool
-    """True while a checkpoint is being written."""
-    is_overdue: bool
+    is_saving: bool = True
+    """True while a checkpoint is being written, or may be: islands that are apart do not know."""
+    is_overdue: bool = False
     """True where that takes longer than it may."""
-    is_due: bool
+    is_due: bool = False
     """True when the clock says that it is time for a checkpoint."""
 
 
@@ -85,6 +85,9 @@ class Loop:
         self._sizes = config.train.batch_sizes
         self._saves = Saves(writer, config.checkpoint, self._sizes.count_samples, world.is_main, self.best.forget)
         self._liveness = liveness
+        self._has_quorum = config.train.outer.quorum > 0
+        self._bad_samples: list[BadSample] = []
+        """Those of this process that the others do not know of yet."""
         self._left_out = LeftOutSamples(world, config.data.max_bad_samples)
         # The writer reads these when it commits: the set itself, which grows, and the selection of that moment.
         writer.bad_samples = self._left_out.numbers
@@ -160,15 +163,34 @@ class Loop:
         """Agree on the next step with all processes; return it, and the sums of `values` over them."""
         # One exchange for everything: as a sum a flag is set for all where one has set it. Every decision that could
         # differ (a signal, a clock, a thread's end) is read here once, and nowhere else in the step.
-        batch, saves = next(batches, None), self._saves
-        num_terms = batch.num_terms if batch is not None and self._engine.mesh.counts_rows else 0
-        bad_samples = [] if batch is None else batch.bad_samples
-        flags = self._stop.requested, saves.busy, saves.overdue, saves.due, bool(bad_samples)
-        (terms, *sums), agreed = self._engine.mesh.sum_both([num_terms, *values], [*map(float, flags)])
-        stop, saving, overdue, due, bad = agreed
-        if bad:
-            self._left_out.take(bad_samples)
-        return NextStep(batch, int(terms), stop > 0, saving > 0, overdue > 0, due > 0), sums
+        batch, mesh = next(batches, None), self._engine.mesh
+        num_terms = batch.num_terms if batch is not None and mesh.counts_rows else 0
+        self._bad_samples += [] if batch is None else batch.bad_samples
+        if self._has_quorum:
+            (terms, *sums), _ = mesh.sum_both([num_terms, *values, *self._list_flags()], [])
+            self._ask_to_meet(sums[len(values) :])
+            return NextStep(batch, int(terms)), sums[: len(values)]
+        (terms, *sums), flags = mesh.sum_both([num_terms, *values], self._list_flags())
+        return self._decide(NextStep(batch, int(terms)), flags), sums
+
+    def _ask_to_meet(self, flags: list[float]) -> None:
+        """Want to meet all islands where they have to decide together. `flags`: of this island, summed."""
+        stops, _, _, is_due, has_bad_samples = flags
+        assert self._engine.islands is not None
+        self._engine.islands.wants_meeting = stops + is_due + has_bad_samples > 0
+
+    def _list_flags(self) -> list[float]:
+        """List what this process wants or knows, for `_decide`."""
+        saves = self._saves
+        return [*map(float, (self._stop.requested, saves.busy, saves.overdue, saves.due, bool(self._bad_samples)))]
+
+    def _decide(self, upcoming: NextStep, flags: list[float]) -> NextStep:
+        """Return the next step with what is set by the flags of all processes, summed. Collective."""
+        stops, is_saving, is_overdue, is_due, has_bad_samples = (flag > 0 for flag in flags)
+        if has_bad_samples:
+            self._left_out.take(self._bad_samples)
+            self._bad_samples = []
+        return replace(upcoming, stops=stops, is_saving=is_saving, is_overdue=is_overdue, is_due=is_due)
 
     def _take_step(self, step: int, batch: StepBatch, num_terms: int, batches: Iterator[StepBatch]) -> NextStep:
         """Ask for one step, look at the numbers of the one before, and return what was agreed for the next."""
@@ -186,6 +208,8 @@ class Loop:
         self._note_last_step()  # the step before this one: the device has this one to go on with while the host reads
         self._pending = step + 1, StepNumbers(result)
         (upcoming,) = answers
+        if self._has_quorum and self._engine.islands is not None and self._engine.islands.has_met:
+            upcoming = self._decide(upcoming, self._world.sum(self._list_flags()))
         return upcoming
 
     def _find_rate(self, step: int) -> float:

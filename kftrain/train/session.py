@@ -158,6 +158,8 @@ def _set_up(training: Training, world: World, loaded: load.Loaded | None) -> Set
         engine, description = build(config, training.task, loader, mesh, loaded.manifest if loaded else None)
         if engine.rows is not None:
             engine.rows.connect(training.paths, world, loaded.manifest if loaded else None)
+        if engine.islands is not None:
+            engine.islands.connect(training.paths, world, loaded.manifest if loaded else None)
     return Setup(training, loader, validation, liveness, engine, engine.num_parameters, description, first_use)
 
 
@@ -211,6 +213,8 @@ def _take_steps(
         writer.close()
         if engine.rows is not None:
             engine.rows.close()
+        if engine.islands is not None:
+            engine.islands.close()
         setup.loader.close()
         if tracker is not None:
             tracker.close(timeout_seconds=grace_seconds)

@@ -172,10 +172,19 @@ class OuterConfig(Section):
     """Momentum of `nesterov`."""
     encoding: ChangesSince03[Literal["fp32", "bf16", "int8"]] = "fp32"
     """Form in which outer gradients travel. `bf16` is half of the bytes, `int8` a quarter; what a number has lost is
-    added to it in the next exchange."""
+    added to it in the next exchange. Servers send the means back in the same form."""
+    quorum: ChangesSince03[Amount] = 0
+    """Islands that servers wait for before they send an update without the others, whose gradients come into the next
+    one; 0: all of them. Islands then meet only where the run logs, evaluates and saves, and after the last step."""
+    grace_seconds: ChangesSince03[Annotated[float, Field(ge=0.0)]] = 1.0
+    """Seconds that an update waits for the others when the quorum is there."""
+    max_rounds_ahead: ChangesSince03[Count] = 2
+    """Exchanges that an island may be ahead of the slowest one, with `quorum`."""
 
     @model_validator(mode="after")
     def _refuse_what_contradicts(self) -> OuterConfig:
+        if not self.quorum and (self.grace_seconds, self.max_rounds_ahead) != (1.0, 2):
+            raise ValueError("grace_seconds and max_rounds_ahead are of a quorum, which waits for all at 0")
         if self.optimizer == "average" and (self.learning_rate, self.momentum) != (0.7, 0.9):
             raise ValueError("learning_rate and momentum are of optimizer nesterov, not of average")
         return self

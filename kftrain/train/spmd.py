@@ -95,7 +95,7 @@ class SpmdEngine:
             own_parts = islands.make_parts(own_parts)
         self.state = Parts(own_parts | distributed.parts)
         self._averages = averages
-        self._islands = islands
+        self.islands = islands
         self._distributed = distributed
         self._clip_norm = clip_norm
         self._calls = calls
@@ -150,8 +150,8 @@ class SpmdEngine:
             call_after_step(self.model)
         if self._averages is not None:  # after the hook, which may change weights
             self._averages.update(found_inf)
-        if self._islands is not None:
-            self._islands.finish_step(batch.first_sample)
+        if self.islands is not None:
+            self.islands.finish_step(batch.first_sample)
         norm = norm.to(loss_sum.device)  # gradients that are offloaded are on the host
         return StepResult(loss_sum, norm, metrics)
 
@@ -167,7 +167,7 @@ class SpmdEngine:
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Let averages of the weights, or the outer parameters of islands, stand in for these within the block."""
-        values = self._averages or self._islands
+        values = self._averages or self.islands
         return contextlib.nullcontext() if values is None else values.in_place(self.model)
 
     def _backward(self, micro_batches: list[MicroBatch], num_terms: int) -> torch.Tensor:

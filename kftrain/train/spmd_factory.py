@@ -181,7 +181,7 @@ def make_engine(
     is_scaled = config.precision.compute == "fp16"
     scaling = [LossScale(config.precision.loss_scale, mesh.world.device)] if is_scaled else []
     measuring = [NoiseScale(config, plain.plan, mesh)] if config.train.noise_scale else []
-    rows = [RemoteRows(config, plain.model)] if config.server.num_servers else []
+    rows = [RemoteRows(config, plain.model)] if config.server.tables else []
     made: list[Distributed] = []
     # What one stage is refused for the others do not see.
     mesh.world.agree(
@@ -208,7 +208,7 @@ def make_engine(
         if config.train.average_decay
         else None,
         loss_scale=scaling[0] if scaling else None,
-        islands=Islands(plain.model, config.train, mesh) if mesh.shape.islands > 1 else None,
+        islands=Islands(plain.model, config, mesh) if mesh.shape.islands > 1 else None,
     )
     engine.rows = rows[0] if rows else None
     engine.num_norm_samples = count_norm_samples(plain.norms, plain.plan)

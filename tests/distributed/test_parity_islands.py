@@ -38,10 +38,16 @@ ROWS = [
     Row("4 islands x 1", 4, (), islands.case_of(islands=4), **DRIFTING),
     Row("2 islands x 1, tied", 2, DDP, islands.case_of(models.TIED), **DRIFTING),
     Row("2 islands x fsdp 2, muon", 4, (), islands.case_of(islands.MUON), **DRIFTING),
+    Row("2 islands x 1, served", 2, DDP, islands.case_of(servers=1), **DRIFTING),
+    Row("4 islands x 1, served by 2", 4, (), islands.case_of(islands=4, servers=2), **DRIFTING),
+    Row("2 islands x fsdp 2, served by 2", 4, (), islands.case_of(servers=2), **DRIFTING),
+    Row("2 islands x 1, served, int8", 2, DDP, islands.case_of(encoding="int8", servers=1), **FLIPPED),
+    Row("2 islands x ddp 2, served, int8", 4, DDP, islands.case_of(encoding="int8", copies=2, servers=2), **FLIPPED),
     Row("2 islands x hybrid", 8, ("parallel.replicate=2",), islands.case_of(), **DRIFTING),
 ]
 
 QUICK = {"2 islands x 1", "2 islands x 1, int8", "2 islands x ddp 2", "2 islands x fsdp 2"}
+QUICK |= {"2 islands x 1, served", "2 islands x fsdp 2, served by 2", "2 islands x 1, served, int8"}
 TABLE = parity.keep_quick(ROWS, QUICK)
 
 MODELS = [
@@ -70,6 +76,9 @@ ONE = Row("", 2, DDP, islands.case_of())
         ("2 islands x 1", islands.gradients_have_the_wrong_sign),
         pytest.param("2 islands x 1", islands.exchanges_come_a_step_late, marks=pytest.mark.slow),
         ("2 islands x 1, int8", islands.feedback_is_not_added),
+        ("2 islands x 1, served", islands.an_update_is_made_twice),
+        pytest.param("2 islands x 1, served", islands.a_mean_is_not_divided, marks=pytest.mark.slow),
+        pytest.param("2 islands x 1, served, int8", islands.feedback_is_not_added, marks=pytest.mark.slow),
     ],
 )
 def test_an_outer_step_that_is_broken_fails_its_row(pools, name, defect):
@@ -80,6 +89,7 @@ RESUMED = {
     "2 x 1, int8": Row("", 2, DDP, islands.case_of(encoding="int8")),
     "2 x ddp 2, int8": Row("", 4, DDP, islands.case_of(encoding="int8", copies=2)),
     "2 x fsdp 2, bf16": Row("", 4, (), islands.case_of(encoding="bf16")),
+    "2 x 1, served, int8": Row("", 2, DDP, islands.case_of(encoding="int8", servers=2)),
 }
 
 

@@ -45,13 +45,15 @@ class Islands:
     islands: int
     encoding: str
     limit: float
+    servers: int = 0
 
     @property
     def overrides(self):
-        return [f"parallel.islands={self.islands}", f"train.outer.encoding={self.encoding}"]
+        shape = [f"parallel.islands={self.islands}", f"server.num_servers={self.servers}"]
+        return [*shape, f"train.outer.encoding={self.encoding}"]
 
     def __str__(self):
-        return f"{self.islands} islands of {self.processes // self.islands}, {self.encoding}"
+        return f"{self.islands} islands of {self.processes // self.islands}, {self.encoding}{', served' * self.servers}"
 
 
 TABLE = [
@@ -59,6 +61,8 @@ TABLE = [
     Islands(2, 2, "bf16", 1 / 190),
     Islands(2, 2, "fp32", 1 / 95),
     Islands(4, 4, "int8", 1 / 380),
+    Islands(2, 2, "int8", 1 / 380, servers=1),
+    Islands(4, 4, "int8", 1 / 500, servers=1),
 ]
 
 

@@ -11,8 +11,13 @@ from helpers.parity.compression import BLOCK, fused_adamw, rounded
 from helpers.parity.defects import patched
 from helpers.parity.oracle import STEPS, Case, Curve, same_llama
 
-from kftrain.parallel.outer_exchange import OuterExchange
+from kftrain.parallel.outer_exchange import CollectiveExchange, Feedback
+from kftrain.server.outer_gradients import OuterGradients
 from kftrain.train.islands import Islands
+from kftrain.train.served_exchange import ServedExchange
+
+SEED = 3
+"""That of the run: what the noise of the servers follows from, with part, piece and update."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +32,54 @@ class How:
     """Processes of an island with the same parameters: each sends a part of the vector, in blocks of its own."""
     stop: int = STEPS
     """Last step of the loop."""
+    servers: int = 0
+    """Servers that the islands exchange through; the numbers do not depend on how many."""
 
     @property
     def overrides(self):
         outer = {"steps": self.steps, "optimizer": self.optimizer, "encoding": self.encoding}
-        return (f"parallel.islands={self.islands}", *(f"train.outer.{name}={value}" for name, value in outer.items()))
+        shape = f"parallel.islands={self.islands}", f"server.num_servers={self.servers}"
+        return (*shape, *(f"train.outer.{name}={value}" for name, value in outer.items()))
 
 
-def mean_over_islands(vectors, errors, how):
+def scale_rows(numbers):
+    """Rows of 64 numbers over the least power of two that makes them -127 to 127, and these powers."""
+    rows = numbers.reshape(-1, 64)
+    powers = np.ones((len(rows), 1))
+    for row, power in zip(rows, powers, strict=True):
+        while np.abs(row).max() > 127 * power[0]:
+            power *= 2
+        while 0 < np.abs(row).max() <= 127 * power[0] / 2:
+            power /= 2
+    return rows / powers, powers
+
+
+def served_mean(vectors, errors, how, update):
+    """As `mean_over_islands`, by servers: an island's number is rounded once, the mean of all by chance."""
+    length, unit = len(vectors[0]), 64 * how.copies
+    arrived = []
+    for vector, error in zip(vectors, errors, strict=True):
+        row = np.zeros(-(-length // unit) * unit, np.float32)
+        row[:length] = vector + error
+        scaled, powers = scale_rows(row)
+        arrived.append((np.rint(scaled) * powers).astype(np.float32).reshape(-1))
+        error[:] = (row - arrived[-1])[:length]
+    mean = sum(arrived[1:], arrived[0].copy()) / np.float32(how.islands)
+    parts = []
+    for copy, part in enumerate(np.split(mean, how.copies)):
+        scaled, powers = scale_rows(part)
+        noise = np.random.default_rng([SEED, copy, 0, update]).random(part.shape, np.float32).reshape(-1, 64)
+        whole = np.clip(np.floor(scaled.astype(np.float32) + noise), -127, 127)
+        parts.append((whole * powers).astype(np.float32).reshape(-1))
+    return np.concatenate(parts)[:length]
+
+
+def mean_over_islands(vectors, errors, how, update):
     """Mean of the vectors of all islands, as it comes to each of them; `errors`, of each island, are changed."""
     if how.encoding == "fp32":
         return sum(vectors[1:], vectors[0].copy()) / np.float32(how.islands)
+    if how.servers:
+        return served_mean(vectors, errors, how, update)
     size, length = how.islands, len(vectors[0])
     unit = BLOCK * size * how.copies
     rows = [np.zeros(-(-length // unit) * unit, np.float32) for _ in vectors]
@@ -114,7 +156,8 @@ def loop(case, first_weights, parts, how):
         losses.append(sum(loss for loss, _ in steps) / how.islands)
         norms.append(sum(norm for _, norm in steps) / how.islands)
         if (step + 1) % how.steps == 0 or step + 1 == STEPS:
-            gradient = mean_over_islands([outer - flatten(network) for network in networks], errors, how)
+            vectors = [outer - flatten(network) for network in networks]
+            gradient = mean_over_islands(vectors, errors, how, step // how.steps)
             move_outer(outer, momentum, gradient, how)
             for network in networks:
                 torch.nn.utils.vector_to_parameters(torch.from_numpy(outer.copy()), network.parameters())
@@ -146,15 +189,17 @@ MUON = optimizers.MUON
 def an_island_is_left_out():
     """The mean is that of all but the last island."""
 
-    def average(exchange, vector, before=OuterExchange.average):
-        size, rank = exchange._across.size(), exchange._across.rank()
-        return before(exchange, vector * 0 if rank == size - 1 else vector) * size / (size - 1)
+    def exchange(self, vector, number, before=CollectiveExchange.exchange):
+        size, rank = self._across.size(), self._across.rank()
+        (mean,), has_met = before(self, vector * 0 if rank == size - 1 else vector, number)
+        return [mean * size / (size - 1)], has_met
 
-    return patched(OuterExchange, "average", average)
+    return patched(CollectiveExchange, "exchange", exchange)
 
 
 def gradients_have_the_wrong_sign():
-    return patched(OuterExchange, "average", lambda self, vector, before=OuterExchange.average: before(self, -vector))
+    before = CollectiveExchange.exchange
+    return patched(CollectiveExchange, "exchange", lambda self, vector, number: before(self, -vector, number))
 
 
 def exchanges_come_a_step_late():
@@ -164,12 +209,29 @@ def exchanges_come_a_step_late():
     return patched(Islands, "finish_step", finish_step)
 
 
-def feedback_is_not_added():
-    def average(exchange, vector, before=OuterExchange.average):
-        exchange._lost.zero_()
-        return before(exchange, vector)
+def a_mean_is_not_divided():
+    """The servers' means are sums. In the first process, which the servers of a test are in."""
 
-    return patched(OuterExchange, "average", average)
+    def _average(self, frame, members, before=OuterGradients._average):
+        return before(self, frame, members) * np.float32(len(members))
+
+    return patched(OuterGradients, "_average", _average)
+
+
+def an_update_is_made_twice():
+    def exchange(self, vector, number, before=ServedExchange.exchange):
+        means, has_met = before(self, vector, number)
+        return [*means, *means[-1:]], has_met
+
+    return patched(ServedExchange, "exchange", exchange)
+
+
+def feedback_is_not_added():
+    def add_lost(self, vector, before=Feedback.add_lost):
+        self._lost.zero_()
+        return before(self, vector)
+
+    return patched(Feedback, "add_lost", add_lost)
 
 
 def momentum_is_lost_at_resume():

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from helpers.parity.defects import patched
+from helpers.served_islands import connect_islands
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -113,7 +114,8 @@ def _train(world, job):
         rows, path = Rows(job.data()), []
         if job.follows:
             follow(engine, lambda: path.append(whole(engine.model, is_cut)))
-        Loop(resolved, world, engine, loader, rows, NoWriter(), recorder, StopRequest(), liveness).run(0)
+        with connect_islands(engine, resolved, world):
+            Loop(resolved, world, engine, loader, rows, NoWriter(), recorder, StopRequest(), liveness).run(0)
         last, averages = whole(engine.model, is_cut), averages_of(engine, resolved, is_cut)
         trained = Trained(first, recorder.history, last, averages, path)
     return trained if world.is_main else None

@@ -4,6 +4,7 @@ import contextlib
 
 from helpers.in_process import StopAfter
 from helpers.parity.rank import COLLECTIVE_SECONDS, Trained, averages_of, new_loader, whole
+from helpers.served_islands import connect_islands
 
 from kftrain import config
 from kftrain.checkpoint import load
@@ -20,13 +21,16 @@ from kftrain.train.loop import Loop
 from kftrain.train.recorder import Recorder
 
 
-def attempt(world, job, folder, num_steps):
-    """Goes on with what lies in the folder, if anything, for so many steps at most; what came of it."""
+def attempt(world, job, folder, num_steps, stops=None):
+    """Goes on with what lies in the folder, if anything, for so many steps at most; what came of it.
+
+    `stops`: the ranks that are asked to stop; None: all.
+    """
     with job.defect():
-        return _attempt(world, job, folder, num_steps)
+        return _attempt(world, job, folder, StopAfter(num_steps if stops is None or world.rank in stops else 10**6))
 
 
-def _attempt(world, job, folder, num_steps):
+def _attempt(world, job, folder, stop):
     resolved = config.parse(job.text, [*job.overrides, f"run.storage_root={folder}"])
     paths, identity = RunPaths.of(folder, "r"), resolved.training_identity("d")
     number = world.from_main(
@@ -41,8 +45,9 @@ def _attempt(world, job, folder, num_steps):
         writer = CheckpointWriter(paths, world, known, 1, loaded.manifest.step if loaded else 0)
         recorder = Recorder(loaded.history if loaded else [], None, resolved.train.steps)
         liveness = Liveness(lambda: None, COLLECTIVE_SECONDS)
-        loop = Loop(resolved, world, engine, loader, None, writer, recorder, StopAfter(num_steps), liveness)
-        with contextlib.suppress(Preempted), contextlib.closing(writer):
+        loop = Loop(resolved, world, engine, loader, None, writer, recorder, stop, liveness)
+        connected = connect_islands(engine, resolved, world, loaded.manifest if loaded else None)
+        with contextlib.suppress(Preempted), contextlib.closing(writer), connected:
             loop.run(loop.resume(loaded))
         trained = Trained(first, recorder.history, whole(engine.model), averages_of(engine, resolved))
     return trained if world.is_main else None

@@ -39,7 +39,7 @@ def paths(tmp_path):
 
 
 REFUSED = {
-    ("server.num_servers=0", "server.tables=[]"): "this run has no servers",
+    ("server.num_servers=0", "server.tables=[]"): "this run has no tables on servers",
     ("launch.backend=jobset",): r"launch\.backend: servers join and leave on one machine alone \(got 'jobset'\)",
     (
         "server.num_servers=2",

@@ -9,6 +9,9 @@ from kftrain.errors import ConfigError
 from kftrain.evaluate.layout import layouts
 
 ISLANDS = "parallel.islands=2"
+FIT = ("parallel.strategy=ddp", "precision.compute=fp32")
+QUORUM = (ISLANDS, "server.num_servers=1", "train.outer.quorum=1", "train.outer.steps=5")
+APART = (*QUORUM, "checkpoint.interval_steps=20", "evaluate.interval_steps=0")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,9 @@ ISLANDS = "parallel.islands=2"
         (["train.average_decay=0.9"], "train.average_decay"),
         (["train.noise_scale=true"], "train.noise_scale"),
         (["train.micro_batch_size=auto"], "train.micro_batch_size"),
+        (["server.num_servers=2", "server.copies=2"], "server.copies"),
+        (["server.num_servers=1", "server.encoding=int8"], "server.encoding"),
+        (["server.num_servers=1", "server.tables=[{name: ids, dim: 4}]", *FIT], "server.tables"),
         (["train.batch_warmup=[{steps: 1, batch_size: 2}]"], "train.batch_warmup"),
     ],
 )
@@ -40,6 +46,30 @@ def test_what_has_no_meaning_is_refused():
         config.parse("", ["train.outer.steps=10"])
     with pytest.raises(ConfigError, match="are of optimizer nesterov"):
         config.parse("", [ISLANDS, "train.outer.optimizer=average", "train.outer.momentum=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([ISLANDS, "train.outer.grace_seconds=3"], "are of a quorum"),
+        ([ISLANDS, "train.outer.max_rounds_ahead=3"], "are of a quorum"),
+        ([*APART, "train.outer.quorum=3"], r"quorum must be at most parallel\.islands, 2"),
+        ([*APART, "server.num_servers=0"], r"quorum is kept by servers"),
+        ([*APART, "train.log_interval_steps=7"], r"log_interval_steps must be a multiple of train\.outer\.steps, 5"),
+        ([*APART, "checkpoint.interval_steps=9"], r"checkpoint\.interval_steps must be a multiple"),
+        ([*APART, "evaluate.interval_steps=9"], r"evaluate\.interval_steps must be a multiple"),
+        ([*APART, "checkpoint.keep_every=9"], r"checkpoint\.keep_every must be a multiple"),
+        (["server.num_servers=1"], r"server\.num_servers must be 0 where there are neither"),
+    ],
+)
+def test_a_quorum_that_cannot_come_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        config.parse("", overrides)
+
+
+def test_islands_meet_where_the_run_does_something_together():
+    resolved = config.parse("", [*APART, "train.log_interval_steps=15", "train.steps=47"])
+    assert [steps for steps in range(1, 48) if resolved.is_meeting(steps)] == [15, 20, 30, 40, 45, 47]
 
 
 def test_islands_and_their_exchange_are_in_the_training_identity():

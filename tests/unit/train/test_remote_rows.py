@@ -282,7 +282,7 @@ def test_a_run_without_its_secret_is_refused(prepare, monkeypatch):
 
 
 REFUSED = {
-    "server.num_servers=0": "set both num_servers and tables",
+    "server.num_servers=0": "num_servers must be at least 1 with tables",
     "server.consistency=ssp": "needs at least 1",
     "server.copies=2": "num_servers must be at least 2",
     "parallel.strategy=fsdp": "parallel.strategy must be ddp with tables",
