@@ -156,6 +156,55 @@ def test_servers_join_a_run_and_leave_it_while_it_trains(root):
     require_same_tables(paths, whole, 1)
 
 
+ISLANDS = """
+run: {name: islands, seed: 2}
+data: {source: stdlib, validation_fraction: 0.05}
+task: {kind: language_modeling, sequence_length: 16, tokenizer: bytes}
+model: {kind: transformer, dim: 16, num_layers: 2, num_heads: 2}
+parallel: {islands: 2}
+server: {num_servers: 2}
+train: {steps: 300, global_batch_size: 4, log_interval_steps: 20, outer: {steps: 10, encoding: int8}}
+checkpoint: {interval_steps: 100}
+evaluate: {interval_steps: 0}
+launch: {processes_per_node: 2, timeout_seconds: 120}
+"""
+
+QUORUM = ["train.outer.quorum=1", "train.outer.grace_seconds=0"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    return folder, jobs.prepare(folder, ISLANDS, (), "data")[0]
+
+
+@pytest.mark.parametrize("settings", [[], QUORUM], ids=["all", "quorum"])
+def test_islands_that_lose_a_server_go_on_from_the_checkpoint(text, settings):
+    folder, data = text
+    name = "-".join(["islands", *map(str, settings[:1])]).replace("=", "-")
+    paths, _ = jobs.prepare(folder, ISLANDS, settings, name, data)
+    launched = launch(paths)
+    lines = jobs.wait_for_line(launched, "checkpoint at step 100 committed")
+    find_servers(paths)[0].kill()
+    lines += jobs.wait_for_line(launched, "going on after step")
+    rest, _ = launched.communicate(timeout=300)
+    shown = "".join(lines) + rest
+    assert launched.returncode == 0 and "ended by SIGKILL" in shown and "step 300/300" in shown, shown
+    assert "2 islands of fsdp" in shown
+    completion = documents.read(Completion, paths.complete)
+    assert completion.attempt == 2
+    wait_until_nobody_is_left(paths)
+    if settings:
+        return  # who comes when differs from run to run
+    whole, _ = jobs.prepare(folder, ISLANDS, settings, "undisturbed", data)
+    launch(whole).communicate(timeout=300)
+    models = [
+        (storage.local_path(documents.read(Completion, one.complete).export_uri) / "model.safetensors").read_bytes()
+        for one in (paths, whole)
+    ]
+    assert models[0] == models[1]
+
+
 def scale(paths, num_servers):
     command = [sys.executable, "-m", "kftrain", "scale", paths.uri, "--servers", str(num_servers)]
     assert f"asked for {num_servers} servers" in subprocess.check_output(command, text=True)

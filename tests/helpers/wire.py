@@ -140,10 +140,14 @@ def bytes_of_step(
     return bytes_sent(shape, parallel.stage, parallel.exchange, step)
 
 
-def share_of_outer_exchange(encoding: str) -> float:
+def share_of_outer_exchange(encoding: str, num_served: int = 0) -> float:
     """Compute what an exchange of outer gradients sends as a share of the gradients of a step of `ddp` over islands.
 
     Of W islands of one process each sends 2 (W - 1) / W of the parameters, as `ddp` does of the gradients in fp32; in
-    int8 with a scale in fp32 for each 256 numbers.
+    int8 with a scale in fp32 for each 256 numbers. `num_served`: W with servers, to which each sends all of them once,
+    with a byte for each 64 numbers.
     """
+    if num_served:
+        ring = 2 * (num_served - 1) / num_served
+        return {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 1 / 64}[encoding] / 4 / ring
     return {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[encoding] / 4
