@@ -90,8 +90,8 @@ class FrameKind(IntEnum):
     """A block of the outer gradient of round `clock` of the island in `keys`: piece `sequence` of part `table` of its
     vector. Answered by POSITION."""
     MEET = 31
-    """Announces round `clock`, whose gradient is on the servers; `keys` are the island, and the number of updates that it
-    knows. `table` is 1 where all islands meet in this round, 2 where they are to do so soon. Answered by UPDATES, once
+    """Announces round `clock`, whose gradient is on the servers; `keys` are the island, and how many updates it knows.
+    `table` is 1 where all islands meet in this round, 2 where they are to do so soon. Answered by UPDATES, once
     the island may go on: `table` is 1 where they have met, `keys` has for each update that it does not know the number
     of its gradients, then their islands and rounds in turn."""
     UPDATES = 32

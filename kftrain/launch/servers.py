@@ -24,7 +24,9 @@ def change_servers(jobs: Jobs, paths: RunPaths, config: Config, num_servers: int
     """Have a run at work go on with another number of servers. Raises LaunchError where that cannot be."""
     fix = "end the run, change server.num_servers, and resume it"
     if not config.server.tables:
-        raise LaunchError("this run has no tables on servers", where=paths.uri, fix="server.tables says what they would hold")
+        raise LaunchError(
+            "this run has no tables on servers", where=paths.uri, fix="server.tables says what they would hold"
+        )
     if config.launch.is_remote:
         what = "servers join and leave on one machine alone"
         raise LaunchError(what, where="launch.backend", value=config.launch.backend, fix=fix)

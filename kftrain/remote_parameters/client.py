@@ -33,6 +33,7 @@ class RemoteTables:
         encoding: How weights and gradients travel.
         noise_seed: What the noise that rounds gradients to int8 follows from, with table, worker and step.
         first_step: Steps that were done before the servers began to count.
+        may_return: A server whose process is gone may come back with what it knew.
 
     Attributes:
         staleness: How many steps the slowest living worker was behind the step that was read for -> reads.
@@ -49,7 +50,9 @@ class RemoteTables:
         encoding: RowEncoding = RowEncoding.FP32,
         noise_seed: int = 0,
         first_step: int = 0,
+        may_return: bool = True,
     ) -> None:
+        self._may_return = may_return
         self._encoding = encoding
         self._noise_seed = noise_seed
         self._first_step = first_step
@@ -81,7 +84,7 @@ class RemoteTables:
         for _, read in self._reads_ahead.values():
             read.exception()  # it ends, with rows that nobody will change before they are wanted
         known = {link.address.name: link for link in self._links}
-        ours = (self._worker, self._secret, self._patience_seconds)
+        ours = (self._worker, self._secret, self._patience_seconds, self._may_return)
         self._links = [known.pop(server.name) if server.name in known else Link(server, *ours) for server in servers]
         self._ring = Ring([server.name for server in servers])
         for link in known.values():

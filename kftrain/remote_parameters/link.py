@@ -33,14 +33,18 @@ class Link:
     """The connections of one worker to one server: for what it changes, and for what it reads, which may wait.
 
     Changes are made by one thread. Reads have two lanes, each for one thread, because a read for the next step waits
-    while this step may read on. `patience_seconds`: how long a server may be away.
+    while this step may read on. `patience_seconds`: how long a server may be away. `may_return`: one whose process is
+    gone may come back with what it knew.
     """
 
-    def __init__(self, address: ServerAddress, worker: int, secret: bytes, patience_seconds: float) -> None:
+    def __init__(
+        self, address: ServerAddress, worker: int, secret: bytes, patience_seconds: float, may_return: bool = True
+    ) -> None:
         self.address = address
         self._worker = worker
         self._secret = secret
         self._patience_seconds = patience_seconds
+        self._may_return = may_return
         self._changes: FrameSocket | None = None
         self._reads: list[FrameSocket | None] = [None, None]
         self._unacknowledged: list[Frame] = []
@@ -107,8 +111,9 @@ class Link:
         while True:
             try:
                 return attempt()
-            except LostPeerError:
-                if self._is_closed or time.monotonic() > deadline:
+            except LostPeerError as error:
+                is_gone = isinstance(error.__cause__, ConnectionRefusedError) and not self._may_return
+                if is_gone or self._is_closed or time.monotonic() > deadline:
                     raise
                 time.sleep(RETRY_SECONDS)
 

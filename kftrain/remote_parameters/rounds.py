@@ -61,8 +61,10 @@ class RoundLink:
                 if self._connection is None:
                     self._send()
                 return [self._receive(memory) for memory in memories or [None] * len(self._frames)]
-            except LostPeerError:
+            except LostPeerError as error:
                 self._connection = None
+                if isinstance(error.__cause__, ConnectionRefusedError):
+                    raise  # its process is gone, and with it what it knew
                 deadline = deadline or time.monotonic() + PATIENCE_SECONDS
                 if self._is_closed or time.monotonic() > deadline:
                     raise

@@ -111,7 +111,9 @@ def test_a_run_killed_on_both_sides_has_the_tables_of_one_that_was_not(root):
     launched = launch(paths)
     lines = jobs.wait_for_line(launched, "checkpoint at step 20 committed")
     find_servers(paths)[1].kill()
+    killed_at = time.monotonic()
     lines += jobs.wait_for_line(launched, "going on after step")
+    assert time.monotonic() - killed_at < 30, "workers wait for a server that is gone"
     lines += jobs.wait_for_line(launched, "checkpoint at step 40 committed")
     find_rank(paths).kill()
     rest, _ = launched.communicate(timeout=300)
