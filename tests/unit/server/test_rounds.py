@@ -157,3 +157,13 @@ def test_a_quorum_waits_for_the_grace_and_all_need_none():
 @pytest.mark.parametrize(("island", "number", "flaw"), [(2, 1, "no island 2"), (0, 2, "follows 0"), (0, -1, "follows")])
 def test_what_cannot_be_is_a_flaw(island, number, flaw):
     assert flaw in Rounds(RoundRules(2, 2, 0.0, None), 0).find_flaw(island, number)
+
+
+@pytest.mark.parametrize("max_ahead", [1, 2, 5])
+def test_the_bound_is_sharp(max_ahead):
+    rounds = Rounds(RoundRules(2, 1, 0.0, max_ahead), 0)
+    for number in range(1, max_ahead + 2):
+        rounds.announce(0, number, is_meeting=False, wants_meeting=False)
+        assert rounds.merge(0.0) and rounds.is_answered(0) == (number <= max_ahead)
+    rounds.announce(1, 1, is_meeting=False, wants_meeting=False)
+    assert rounds.is_answered(0)
