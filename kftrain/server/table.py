@@ -102,7 +102,7 @@ class RowTable:
             numbers = self._rows.find(keys)
         is_new = numbers < 0
         if not is_new.any():
-            return self._weights[numbers]
+            return self._rows.read(numbers, self.spec.dim)
         weights = np.empty((len(keys), self.spec.dim), np.float32)
         weights[is_new] = draw_initial_weights(self.spec, keys[is_new])
         weights[~is_new] = self._weights[numbers[~is_new]]
