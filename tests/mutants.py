@@ -297,10 +297,17 @@ MUTANTS = [
         "tests/unit/server/test_outer_gradients.py",
     ),
     Mutant(
+        "an update without all islands counts as one of all",
+        "kftrain/train/served_exchange.py",
+        "return len(update.members) / 2 / self._mesh.shape.islands",
+        "return 1.0",
+        "tests/distributed/test_islands_apart.py",
+    ),
+    Mutant(
         "an island that is late skips what it has missed",
         "kftrain/train/islands.py",
-        "        for mean in means:\n",
-        "        for mean in means[-1:]:\n",
+        "        for mean, share in means:\n",
+        "        for mean, share in means[-1:]:\n",
         "tests/distributed/test_islands_apart.py",
     ),
     Mutant(

@@ -26,6 +26,10 @@ PIECE_NUMBERS = 1 << 22
 """Most numbers that travel at a time, so that an exchange takes little memory."""
 
 
+Share = tuple[torch.Tensor, float]
+"""A mean, `[n]`, and the share of the islands that it is the mean of."""
+
+
 @dataclass(frozen=True)
 class Round:
     """An exchange of all islands, or of those that come in time."""
@@ -94,8 +98,8 @@ class CollectiveExchange(Feedback):
         super().__init__(mesh, encoding, num_numbers, BLOCK_SIZE * self._across.size(), device)
 
     @torch.no_grad()
-    def exchange(self, vector: torch.Tensor, number: Round) -> tuple[list[torch.Tensor], bool]:
-        """Return the means by which to move, the one over all islands of a vector, `[n]` fp32, and True. Collective."""
+    def exchange(self, vector: torch.Tensor, number: Round) -> tuple[list[Share], bool]:
+        """Return the only mean to move by, that of all islands of a vector, `[n]` fp32, and True. Collective."""
         work = self.add_lost(vector)
         mean = torch.empty_like(work)
         step = max(1, PIECE_NUMBERS // self._unit) * self._unit
@@ -103,7 +107,7 @@ class CollectiveExchange(Feedback):
             rows, means = (numbers[start : start + step].view(self._across.size(), -1) for numbers in (work, mean))
             self._average_rows(rows, means)
         self.keep_lost(work)
-        return [self.join(mean)], True
+        return [(self.join(mean), 1.0)], True
 
     def _average_rows(self, rows: torch.Tensor, means: torch.Tensor) -> None:
         """Write to `means` the means over islands of `rows`, and leave in `rows` what they have lost."""

@@ -93,19 +93,24 @@ class Islands:
         is_meeting = self._config.is_meeting(num_steps) or not has_quorum
         number = Round(-(-num_steps // interval), is_meeting, self.wants_meeting)
         means, self.has_met = self._exchange.exchange(self._outer - self._flatten(self._weights), number)
-        for mean in means:
-            self._move(mean)
+        for mean, share in means:
+            self._move(mean, share)
         self._set_weights(self._outer)
 
     @torch.no_grad()
-    def _move(self, gradient: torch.Tensor) -> None:
-        """Move the outer parameters as `torch.optim.SGD` does with `nesterov`."""
+    def _move(self, gradient: torch.Tensor, share: float) -> None:
+        """Move the outer parameters as `torch.optim.SGD` does with `nesterov`.
+
+        `share`: of the islands that the gradient is the mean of. Of a round of two updates each is a part of the step,
+        and the momentum decays once: else the step would be the larger, the more islands come late.
+        """
         outer = self._train.outer
         if outer.optimizer == "average":
-            self._outer.sub_(gradient)
+            self._outer.sub_(gradient, alpha=share)
         else:
-            self._momentum.mul_(outer.momentum).add_(gradient)
-            self._outer.sub_(gradient.add(self._momentum, alpha=outer.momentum), alpha=outer.learning_rate)
+            self._momentum.mul_(outer.momentum**share).add_(gradient, alpha=share)
+            step = gradient.add(self._momentum, alpha=outer.momentum)
+            self._outer.sub_(step, alpha=outer.learning_rate * share)
 
     def in_place(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Give the model the outer parameters within the block, which may compute but not train."""

@@ -17,7 +17,7 @@ from kftrain.core.frames import Frame, FrameKind
 from kftrain.core.row_encodings import RowEncoding, decode, encode
 from kftrain.errors import KftrainError, error_from_dict
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.outer_exchange import Feedback, Round
+from kftrain.parallel.outer_exchange import Feedback, Round, Share
 from kftrain.parallel.shape import AXES
 from kftrain.parallel.world import World
 from kftrain.remote_parameters.control import find_servers, load_all
@@ -56,7 +56,7 @@ class ServedExchange(Feedback):
         self._rounds = RemoteRounds(servers, world.rank, island, part, secret, self._encoding)
 
     @torch.no_grad()
-    def exchange(self, vector: torch.Tensor, number: Round) -> tuple[list[torch.Tensor], bool]:
+    def exchange(self, vector: torch.Tensor, number: Round) -> tuple[list[Share], bool]:
         """Send a vector, `[n]` fp32; return the means of all updates that this island has not seen, and if all met.
 
         Collective within an island; over all of them where all meet.
@@ -67,7 +67,9 @@ class ServedExchange(Feedback):
         self._rounds.send(number.number, numbers)
         self.keep_lost(self._find_lost(numbers).to(work.device))
         updates, has_met = self._meet(number)
-        means = [self.join(self._fetch(update, numbers).to(work.device)) for update in updates]
+        means = [
+            (self.join(self._fetch(update, numbers).to(work.device)), self._find_share(update)) for update in updates
+        ]
         self._num_updates += len(updates)
         return means, has_met
 
@@ -103,6 +105,9 @@ class ServedExchange(Feedback):
             raise error_from_dict(answer[1])
         updates, has_met = answer[0]
         return updates, has_met
+
+    def _find_share(self, update: Update) -> float:
+        return len(update.members) / 2 / self._mesh.shape.islands
 
     def _fetch(self, update: Update, numbers: np.ndarray) -> torch.Tensor:
         mean = np.empty_like(numbers)

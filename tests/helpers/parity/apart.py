@@ -5,7 +5,6 @@ import functools
 import json
 import time
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,8 +94,11 @@ class Alone:
             self.step = step + 1
         return self.outer - islands.flatten(self.network)
 
-    def move(self, mean):
-        islands.move_outer(self.outer, self.momentum, mean, replace(self.how, encoding="int8"))  # for its kernels
+    def move(self, mean, num_members):
+        """Moves by a part of a Nesterov step: the momentum decays, and comes in, by the share of the islands."""
+        share = np.float32(num_members / self.how.islands)
+        self.momentum[:] = np.float32(0.9) ** share * self.momentum + share * mean
+        self.outer -= share * np.float32(0.7) * (mean + np.float32(0.9) * self.momentum)
         torch.nn.utils.vector_to_parameters(torch.from_numpy(self.outer.copy()), self.network.parameters())
 
 
@@ -121,7 +123,7 @@ def replay(case, how, first_weights, told):
             wanted = [number for number, _ in line["updates"]]
             if all(number in means for number in wanted):
                 for number in wanted:
-                    one.move(means[number])
+                    one.move(means[number], len(members[number]) // 2)
                 rounds[one.number] += 1
                 moved = True
         assert moved, "an update has a gradient that comes after it"

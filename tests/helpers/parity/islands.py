@@ -191,8 +191,8 @@ def an_island_is_left_out():
 
     def exchange(self, vector, number, before=CollectiveExchange.exchange):
         size, rank = self._across.size(), self._across.rank()
-        (mean,), has_met = before(self, vector * 0 if rank == size - 1 else vector, number)
-        return [mean * size / (size - 1)], has_met
+        ((mean, share),), has_met = before(self, vector * 0 if rank == size - 1 else vector, number)
+        return [(mean * size / (size - 1), share)], has_met
 
     return patched(CollectiveExchange, "exchange", exchange)
 
