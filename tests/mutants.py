@@ -307,7 +307,7 @@ MUTANTS = [
         "an island that is late skips what it has missed",
         "kftrain/train/islands.py",
         "        for mean, share in means:\n",
-        "        for mean, share in means[-1:]:\n",
+        "        for mean, share in list(means)[-1:]:\n",
         "tests/distributed/test_islands_apart.py",
     ),
     Mutant(

@@ -12,6 +12,7 @@ What a number loses on its way is added to it the next time, both ways: see `com
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +99,7 @@ class CollectiveExchange(Feedback):
         super().__init__(mesh, encoding, num_numbers, BLOCK_SIZE * self._across.size(), device)
 
     @torch.no_grad()
-    def exchange(self, vector: torch.Tensor, number: Round) -> tuple[list[Share], bool]:
+    def exchange(self, vector: torch.Tensor, number: Round) -> tuple[Iterable[Share], bool]:
         """Return the only mean to move by, that of all islands of a vector, `[n]` fp32, and True. Collective."""
         work = self.add_lost(vector)
         mean = torch.empty_like(work)

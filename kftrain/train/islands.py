@@ -56,6 +56,7 @@ class Islands:
         self._names = {weight: names for weight, names in list_parameter_names(model).items() if weight.requires_grad}
         self._island = str(mesh.island)
         self._config = config
+        self._most_missed = 0
         self._train = train = config.train
         self._sizes = [weight.numel() for weight in self._weights]
         self._outer = self._flatten(self._weights)
@@ -93,9 +94,17 @@ class Islands:
         is_meeting = self._config.is_meeting(num_steps) or not has_quorum
         number = Round(-(-num_steps // interval), is_meeting, self.wants_meeting)
         means, self.has_met = self._exchange.exchange(self._outer - self._flatten(self._weights), number)
+        num_updates = 0
         for mean, share in means:
             self._move(mean, share)
+            num_updates += 1
+        self._most_missed = max(self._most_missed, num_updates - 1)
         self._set_weights(self._outer)
+
+    def collect_metrics(self) -> dict[str, float]:
+        """Return the most updates that were made without this island between two exchanges since the last call."""
+        most, self._most_missed = self._most_missed, 0
+        return {"missed_updates": float(most)} if self._train.outer.quorum else {}
 
     @torch.no_grad()
     def _move(self, gradient: torch.Tensor, share: float) -> None:

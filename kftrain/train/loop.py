@@ -296,6 +296,8 @@ class Loop:
             costs = {**data, **ask_metrics(self._engine.model)}
             if self._engine.rows is not None:
                 costs |= self._engine.rows.collect_metrics()
+            if self._has_quorum and self._engine.islands is not None:
+                costs |= self._engine.islands.collect_metrics()
             self._recorder.record(done, finite, num_steps, count(done) - count(self._last_recorded), costs)
         self._last_recorded = done
 

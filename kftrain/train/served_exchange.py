@@ -6,6 +6,7 @@ in a ring. Who is late does not hold up the others where `train.outer.quorum` sa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,10 @@ class ServedExchange(Feedback):
         self._rounds = RemoteRounds(servers, world.rank, island, part, secret, self._encoding)
 
     @torch.no_grad()
-    def exchange(self, vector: torch.Tensor, number: Round) -> tuple[list[Share], bool]:
+    def exchange(self, vector: torch.Tensor, number: Round) -> tuple[Iterable[Share], bool]:
         """Send a vector, `[n]` fp32; return the means of all updates that this island has not seen, and if all met.
 
-        Collective within an island; over all of them where all meet.
+        Collective within an island, as is asking for each mean; over all of them where all meet.
         """
         assert self._rounds is not None, "the servers are not connected"
         work = self.add_lost(vector)
@@ -67,11 +68,9 @@ class ServedExchange(Feedback):
         self._rounds.send(number.number, numbers)
         self.keep_lost(self._find_lost(numbers).to(work.device))
         updates, has_met = self._meet(number)
-        means = [
-            (self.join(self._fetch(update, numbers).to(work.device)), self._find_share(update)) for update in updates
-        ]
         self._num_updates += len(updates)
-        return means, has_met
+        # One after the other, since each is as large as the vector.
+        return ((self.join(self._fetch(update, work)), self._find_share(update)) for update in updates), has_met
 
     def close(self) -> None:
         """Close the connections."""
@@ -109,8 +108,8 @@ class ServedExchange(Feedback):
     def _find_share(self, update: Update) -> float:
         return len(update.members) / 2 / self._mesh.shape.islands
 
-    def _fetch(self, update: Update, numbers: np.ndarray) -> torch.Tensor:
-        mean = np.empty_like(numbers)
-        assert self._rounds is not None
+    def _fetch(self, update: Update, part: torch.Tensor) -> torch.Tensor:
+        mean = np.empty(len(part), np.float32)
+        assert self._rounds is not None, "the servers are not connected"
         self._rounds.fetch(update, mean)
-        return torch.from_numpy(mean)
+        return torch.from_numpy(mean).to(part.device)

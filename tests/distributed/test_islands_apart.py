@@ -46,6 +46,8 @@ def test_an_island_that_is_held_up_holds_nobody_up_and_loses_nothing(pools, tmp_
     assert order[0] < order[1]
     for lines in told:
         assert {5, 10} <= {line["round"] for line in lines if line["has_met"]}
+    missed = [max(len(line["updates"]) - 1 for line in lines) for lines in (told[0][:5], told[0][5:])]
+    assert apart.read_lines(tmp_path, "metrics") == [{"missed_updates": most} for most in missed]
     outers = apart.replay(CASE, islands.How(**HOW, copies=processes // 2), trained.first_weights, told)
     assert np.array_equal(*outers)
     ours = np.concatenate([trained.weights[name].reshape(-1) for name, _ in CASE.network().named_parameters()])

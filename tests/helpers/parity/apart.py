@@ -14,6 +14,7 @@ from helpers.parity.defects import patched
 from helpers.parity.oracle import STEPS
 
 from kftrain.remote_parameters.rounds import RemoteRounds
+from kftrain.train.islands import Islands
 from kftrain.train.served_exchange import ServedExchange
 
 HELD, FREED = 2, 3
@@ -55,13 +56,26 @@ def note(folder, holds):
             file.write(json.dumps(line) + "\n")
         return updates, has_met
 
-    with patched(ServedExchange, "exchange", exchange), patched(RemoteRounds, "meet", meet):
+    def collect_metrics(self, before=Islands.collect_metrics):
+        metrics = before(self)
+        with (Path(folder) / "metrics").open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        return metrics
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(ServedExchange, "exchange", exchange))
+        stack.enter_context(patched(RemoteRounds, "meet", meet))
+        stack.enter_context(patched(Islands, "collect_metrics", collect_metrics))
         yield
 
 
 def read_told(folder, island):
     """What an island was told in each of its rounds."""
-    return [json.loads(line) for line in (Path(folder) / f"told-{island}").read_text().splitlines()]
+    return read_lines(folder, f"told-{island}")
+
+
+def read_lines(folder, name):
+    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
 class Alone:
