@@ -43,7 +43,7 @@ from kftrain.server.moving import (
     unpack_rows,
 )
 from kftrain.server.optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSgd
-from kftrain.server.outer_gradients import OuterGradients
+from kftrain.server.outer_gradients import ISLAND_KINDS, OuterGradients
 from kftrain.server.rounds import RoundRules
 from kftrain.server.rows import Keys
 from kftrain.server.server import Server
@@ -152,9 +152,11 @@ class RunServer(Server):
         methods = {FrameKind.SAVE: self._save, FrameKind.LOAD: self._load, FrameKind.MOVE: self._copy_rows}
         methods |= {FrameKind.ROWS: self._take_rows, FrameKind.CLOCKS: self._take_clocks}
         methods |= {FrameKind.SETTLE: self._settle}
-        outer = self._outer
-        if outer is not None and self._connections.get(frame.worker) is connection:  # else of an attempt before
-            methods |= {FrameKind.GRADIENT: outer.take, FrameKind.MEET: outer.meet, FrameKind.MEAN: outer.send_mean}
+        if self._outer is not None:  # read before the connection is asked for: it may be of an attempt before, too
+            methods |= dict.fromkeys(ISLAND_KINDS, self._outer.answer)
+        if frame.kind in ISLAND_KINDS and self._connections.get(frame.worker) is not connection:
+            yield self._refuse(frame, "it is of an attempt before, or the worker has another connection by now")
+            return
         if frame.kind not in methods:
             yield from super()._answer(frame, connection)
             return
