@@ -181,6 +181,42 @@ def test_an_attempt_before_is_out_and_waits_no_longer(start):
     assert told == [[], []] and servers.servers[0]._outer._rounds.announced == [2, 2]
 
 
+def test_of_a_vector_of_many_blocks_few_wait_for_an_answer(start, monkeypatch):
+    """Else both ends could wait in a send, each for the other to read."""
+    monkeypatch.setattr(remote, "BLOCK_NUMBERS", 64)
+    asked, begin = [], remote.RoundLink.start
+
+    def note(link, frames):
+        asked.append(len(frames))
+        begin(link, frames)
+
+    monkeypatch.setattr(remote.RoundLink, "start", note)
+    client, vector = start(2, *QUORUM).connect(0), np.arange(64 * 100, dtype=np.float32)
+    client.send(1, vector)
+    ((update,), _) = client.meet(1, 0, False, False)
+    mean = np.empty_like(vector)
+    client.fetch(update, mean)
+    assert np.array_equal(mean, vector)
+    assert sum(asked) == 100 + 1 + 100 and max(asked) <= remote.BLOCKS_AT_A_TIME
+
+
+def test_a_server_may_be_away_once_more_after_a_long_wait(start, monkeypatch):
+    """An island may wait for long, over a link that forgets connections that are silent."""
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.4)
+    servers = start(2, *QUORUM)
+    clients = [servers.connect(island) for island in range(2)]
+    for island, client in enumerate(clients):
+        client.send(1, draw(island, 1))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(clients[0].meet, 1, 0, True, False)
+        for _ in range(3):
+            time.sleep(0.6)
+            servers.drop_connections()
+        time.sleep(0.6)
+        clients[1].meet(1, 0, True, False)
+        assert waiting.result(20)[1]
+
+
 GRADIENT, MEET, MEAN = FrameKind.GRADIENT, FrameKind.MEET, FrameKind.MEAN
 ODD = [(GRADIENT, []), (GRADIENT, [2]), (GRADIENT, [-1]), (GRADIENT, [0, 0]), (MEET, []), (MEET, [0]), (MEET, [0, -1])]
 ODD += [(MEET, [2**62, 0]), (MEAN, []), (MEAN, [0]), (MEAN, [0, 1]), (MEAN, [2, 0, 1]), (MEAN, [0, -1, 1])]
