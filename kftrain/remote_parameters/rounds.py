@@ -19,6 +19,10 @@ ROW_NUMBERS = 64
 BLOCK_NUMBERS = 2**20
 """Numbers of a vector that travel as one frame."""
 
+BLOCKS_AT_A_TIME = 16
+"""Most blocks that a server is asked for before its answers are read: of more both ends could wait in a send, each for
+the other to read."""
+
 PATIENCE_SECONDS = 60.0
 
 
@@ -55,8 +59,9 @@ class RoundLink:
 
         Raises LostPeerError where the server is away for too long, RetryableError where it refuses.
         """
-        deadline = None
+        deadline = 0.0
         while True:
+            begun = time.monotonic()
             try:
                 if self._connection is None:
                     self._send()
@@ -65,8 +70,10 @@ class RoundLink:
                 self._connection = None
                 if isinstance(error.__cause__, ConnectionRefusedError):
                     raise  # its process is gone, and with it what it knew
-                deadline = deadline or time.monotonic() + PATIENCE_SECONDS
-                if self._is_closed or time.monotonic() > deadline:
+                now = time.monotonic()
+                if not deadline or now - begun > PATIENCE_SECONDS:  # it was there meanwhile: an island waits for long
+                    deadline = now + PATIENCE_SECONDS
+                if self._is_closed or now > deadline:
                     raise
                 time.sleep(RETRY_SECONDS)
 
@@ -92,6 +99,7 @@ class RoundLink:
         if answer.kind is FrameKind.REFUSAL:
             fix = "its log says why; the next attempt goes on from the last checkpoint"
             raise RetryableError("a server refused what an island sent", where=self._address.name, fix=fix)
+        assert memory is None or answer.values.size == memory.size, "a mean of another length"
         return answer
 
 
@@ -164,10 +172,11 @@ class RemoteRounds:
 
     def _ask(self, frames: list[Frame], memories: Sequence[FrameValues | None]) -> None:
         """Ask each server for its share. The pieces go around, and each part begins at another server."""
-        count, shares = len(self._links), []
-        for number, link in enumerate(self._links):
-            share = [piece for piece in range(len(frames)) if (piece + self._part) % count == number]
-            link.start([frames[piece] for piece in share])
-            shares.append(share)
-        for link, share in zip(self._links, shares, strict=True):
-            link.finish([memories[piece] for piece in share])
+        count = len(self._links)
+        for start in range(0, len(frames), count * BLOCKS_AT_A_TIME):
+            pieces = range(start, min(len(frames), start + count * BLOCKS_AT_A_TIME))
+            shares = [[piece for piece in pieces if (piece + self._part) % count == number] for number in range(count)]
+            for link, share in zip(self._links, shares, strict=True):
+                link.start([frames[piece] for piece in share])
+            for link, share in zip(self._links, shares, strict=True):
+                link.finish([memories[piece] for piece in share])

@@ -17,6 +17,9 @@ from kftrain.server.rounds import RoundRules, Rounds
 Block = tuple[int, int]
 """The part of an island's vector that one of its processes has, and a piece of that."""
 
+ISLAND_KINDS = (FrameKind.GRADIENT, FrameKind.MEET, FrameKind.MEAN)
+"""Kinds of the frames that islands send."""
+
 FIX = "the next attempt goes on from the last checkpoint"
 
 
@@ -46,7 +49,25 @@ class OuterGradients:
             self._is_closed = True
             self._changed.notify_all()
 
-    def take(self, frame: Frame) -> Frame:
+    def answer(self, frame: Frame) -> Frame:
+        """Do what a frame of ISLAND_KINDS asks for; return the answer. Raises RetryableError where that cannot be."""
+        if flaw := self._find_flaw(frame):
+            raise RetryableError(flaw, where="an island", fix=FIX)
+        methods = {FrameKind.GRADIENT: self._take, FrameKind.MEET: self._meet, FrameKind.MEAN: self._send_mean}
+        return methods[frame.kind](frame)
+
+    def _find_flaw(self, frame: Frame) -> str:
+        """Describe why the keys of a frame mean nothing; empty where they do."""
+        keys, is_odd = frame.keys, frame.keys.size % 2 == 1
+        if not keys.size or not 0 <= keys[0] < self._num_islands:
+            return f"there is no island {keys[:1].tolist()}"
+        is_whole = {FrameKind.GRADIENT: keys.size == 1, FrameKind.MEET: keys.size == 2, FrameKind.MEAN: is_odd}
+        has_members = frame.kind is not FrameKind.MEAN or keys.size > 1
+        return (
+            "" if is_whole[frame.kind] and has_members and keys.min() >= 0 else f"{keys.size} keys are not what it has"
+        )
+
+    def _take(self, frame: Frame) -> Frame:
         """Keep a block of a gradient."""
         island, block = int(frame.keys[0]), (frame.table, frame.sequence)
         with self._changed:
@@ -55,7 +76,7 @@ class OuterGradients:
                 self._gradients[block, island, frame.clock] = frame.values
         return Frame(FrameKind.POSITION, clock=frame.clock)
 
-    def meet(self, frame: Frame) -> Frame:
+    def _meet(self, frame: Frame) -> Frame:
         """Announce a round, and answer once the island may go on. Raises RetryableError."""
         island, num_known = frame.keys.tolist()
         number, rounds = frame.clock, self._rounds
@@ -68,15 +89,15 @@ class OuterGradients:
                 if rounds.merge(time.monotonic()):
                     self._changed.notify_all()
                 else:
-                    self._changed.wait(rounds.count_grace(time.monotonic()))
+                    seconds = rounds.count_grace(time.monotonic())
+                    self._changed.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
             if self._is_closed:
                 raise RetryableError("another attempt has begun", where=f"island {island}", fix=FIX)
-            updates = rounds.list_updates(num_known)
+            updates, is_meeting = rounds.list_updates(num_known), int(rounds.is_meeting(number))
         keys = [number for members in updates for number in (len(members), *np.ravel(members).tolist())]
-        is_meeting = int(rounds.is_meeting(number))
         return Frame(FrameKind.UPDATES, is_meeting, clock=number, keys=np.array(keys, np.int64))
 
-    def send_mean(self, frame: Frame) -> Frame:
+    def _send_mean(self, frame: Frame) -> Frame:
         """Answer with the mean of the gradients of an update. Raises RetryableError where one is not there."""
         island, *members = frame.keys.tolist()
         block, update = (frame.table, frame.sequence), frame.clock
@@ -92,10 +113,13 @@ class OuterGradients:
 
     def _average(self, frame: Frame, members: list[tuple[int, int]]) -> FrameValues:
         block = frame.table, frame.sequence
-        try:
-            parts = [self._gradients.pop((block, *member)) for member in members]
-        except KeyError as error:
-            raise RetryableError("an outer gradient is not there", where=f"block {block}", value=error) from error
+        parts = [self._gradients[key] for member in members if (key := (block, *member)) in self._gradients]
+        if len(parts) < len(members):
+            raise RetryableError("an outer gradient is not there", where=f"block {block}", value=members, fix=FIX)
+        if len({part.size for part in parts}) > 1 or parts[0].size % (frame.dim or 1):
+            raise RetryableError("outer gradients have other lengths", where=f"block {block}", value=members, fix=FIX)
+        for member in members:  # now that nothing is wrong: another island may ask for the same mean
+            self._gradients.pop((block, *member), None)
         mean: FrameValues = parts[0].copy()
         for part in parts[1:]:
             mean += part

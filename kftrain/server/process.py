@@ -43,7 +43,7 @@ from kftrain.server.moving import (
     unpack_rows,
 )
 from kftrain.server.optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSgd
-from kftrain.server.outer_gradients import OuterGradients
+from kftrain.server.outer_gradients import ISLAND_KINDS, OuterGradients
 from kftrain.server.rounds import RoundRules
 from kftrain.server.rows import Keys
 from kftrain.server.server import Server
@@ -55,23 +55,25 @@ logger = logging.getLogger(__name__)
 
 
 def run_server(paths: RunPaths, digest: str, number: int) -> None:
-    """Serve until SIGTERM. Raises ConfigError where the run's secret is not in the environment."""
+    """Serve until SIGTERM, and then for as long as workers are there. Raises ConfigError without the run's secret."""
     config = read_job_config(paths, digest)
     torch.set_num_threads(1)  # a server shares its node with others, and its rows are too short for several
     secret = read_secret()
-    is_stopped = threading.Event()
+    is_stopped, has_left = threading.Event(), threading.Event()
     with handle_signals(STOP, lambda *_: is_stopped.set()), tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
         servers = [RunServer(paths, config, number, Path(folder), secret)]
         if config.server.copies > 1:
             neighbour = (number - 1) % config.server.num_servers
             servers.append(RunServer(paths, config, neighbour, Path(folder), secret, is_copy=True))
-        servers[0].when_left = is_stopped.set
+        servers[0].when_left = lambda: (has_left.set(), is_stopped.set())
         for server in servers:
             server.start()
             server.publish_address()
         held = f"a share of {len(config.server.tables)} tables" if config.server.tables else "outer gradients"
         to_log(f"holds {held}, at port {servers[0].address[1]}")
         is_stopped.wait()
+        if not has_left.is_set():  # a cluster tells all at once to stop, and workers need servers for their last commit
+            servers[0].wait_for_workers()
         for server in servers:
             server.stop()
 
@@ -152,9 +154,11 @@ class RunServer(Server):
         methods = {FrameKind.SAVE: self._save, FrameKind.LOAD: self._load, FrameKind.MOVE: self._copy_rows}
         methods |= {FrameKind.ROWS: self._take_rows, FrameKind.CLOCKS: self._take_clocks}
         methods |= {FrameKind.SETTLE: self._settle}
-        outer = self._outer
-        if outer is not None and self._connections.get(frame.worker) is connection:  # else of an attempt before
-            methods |= {FrameKind.GRADIENT: outer.take, FrameKind.MEET: outer.meet, FrameKind.MEAN: outer.send_mean}
+        if self._outer is not None:  # read before the connection is asked for: it may be of an attempt before, too
+            methods |= dict.fromkeys(ISLAND_KINDS, self._outer.answer)
+        if frame.kind in ISLAND_KINDS and self._connections.get(frame.worker) is not connection:
+            yield self._refuse(frame, "it is of an attempt before, or the worker has another connection by now")
+            return
         if frame.kind not in methods:
             yield from super()._answer(frame, connection)
             return

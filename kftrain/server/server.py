@@ -61,6 +61,11 @@ class Server:
         """Begin to answer, in threads."""
         self._start_thread(self._accept)
 
+    def wait_for_workers(self) -> None:
+        """Wait until no worker has a connection for changes, or this server is stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._sockets.isdisjoint(self._connections.values()))
+
     def stop(self) -> None:
         """Close all connections and wait for the threads; the log holds everything that was acknowledged."""
         self._hang_up()
@@ -110,6 +115,7 @@ class Server:
         finally:
             with self._changed:
                 self._sockets.discard(connection)
+                self._changed.notify_all()  # it may have been the last one of `wait_for_workers`
             connection.close()
 
     def _answer(self, frame: Frame, connection: FrameSocket) -> Iterator[Frame]:

@@ -181,6 +181,89 @@ def test_an_attempt_before_is_out_and_waits_no_longer(start):
     assert told == [[], []] and servers.servers[0]._outer._rounds.announced == [2, 2]
 
 
+def test_of_a_vector_of_many_blocks_few_wait_for_an_answer(start, monkeypatch):
+    """Else both ends could wait in a send, each for the other to read."""
+    monkeypatch.setattr(remote, "BLOCK_NUMBERS", 64)
+    asked, begin = [], remote.RoundLink.start
+
+    def note(link, frames):
+        asked.append(len(frames))
+        begin(link, frames)
+
+    monkeypatch.setattr(remote.RoundLink, "start", note)
+    client, vector = start(2, *QUORUM).connect(0), np.arange(64 * 100, dtype=np.float32)
+    client.send(1, vector)
+    ((update,), _) = client.meet(1, 0, False, False)
+    mean = np.empty_like(vector)
+    client.fetch(update, mean)
+    assert np.array_equal(mean, vector)
+    assert sum(asked) == 100 + 1 + 100 and max(asked) <= remote.BLOCKS_AT_A_TIME
+
+
+def test_a_server_may_be_away_once_more_after_a_long_wait(start, monkeypatch):
+    """An island may wait for long, over a link that forgets connections that are silent."""
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.4)
+    servers = start(2, *QUORUM)
+    clients = [servers.connect(island) for island in range(2)]
+    for island, client in enumerate(clients):
+        client.send(1, draw(island, 1))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(clients[0].meet, 1, 0, True, False)
+        for _ in range(3):
+            time.sleep(0.6)
+            servers.drop_connections()
+        time.sleep(0.6)
+        clients[1].meet(1, 0, True, False)
+        assert waiting.result(20)[1]
+
+
+GRADIENT, MEET, MEAN = FrameKind.GRADIENT, FrameKind.MEET, FrameKind.MEAN
+ODD = [(GRADIENT, []), (GRADIENT, [2]), (GRADIENT, [-1]), (GRADIENT, [0, 0]), (MEET, []), (MEET, [0]), (MEET, [0, -1])]
+ODD += [(MEET, [2**62, 0]), (MEAN, []), (MEAN, [0]), (MEAN, [0, 1]), (MEAN, [2, 0, 1]), (MEAN, [0, -1, 1])]
+
+
+@pytest.mark.parametrize(("kind", "keys"), ODD)
+def test_a_frame_that_means_nothing_is_refused_and_costs_nobody_anything(start, kind, keys):
+    servers = start(2)
+    client = servers.connect(0)
+    client.send(1, draw(0, 1))
+    link = client._links[0]
+    link.start([Frame(kind, clock=1, keys=np.array(keys, np.int64), values=np.ones(64, np.float32))])
+    with pytest.raises(RetryableError, match="refused"):
+        link.finish()
+    assert run(servers, 2, 1)[0][0][0] == [0, 1, 1, 1]
+
+
+def test_a_mean_of_other_lengths_is_refused_and_takes_no_gradient(start):
+    servers = start(2)
+    clients = [servers.connect(island) for island in range(2)]
+    clients[0].send(1, np.ones(64, np.float32))
+    clients[1].send(1, np.ones(128, np.float32))
+    for _ in range(2):
+        with pytest.raises(RetryableError, match="a server refused"):
+            servers.connect(0).fetch(Update(0, [0, 1, 1, 1]), np.empty(64, np.float32))
+    assert sum(len(server._outer._gradients) for server in servers.servers) == 2
+
+
+def test_a_server_waits_for_the_workers_that_it_has(start):
+    servers = start(2)
+    first, second = (servers.connect(island) for island in range(2))
+    for island, client in enumerate((first, second)):
+        client.send(1, draw(island, 1))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(servers.servers[0].wait_for_workers)
+        first.close()
+        time.sleep(0.2)
+        assert not waiting.done()
+        second.close()
+        waiting.result(20)
+
+
+def test_a_grace_may_be_longer_than_a_thread_can_wait(start):
+    servers = start(2, QUORUM[0], "train.outer.grace_seconds=1e10")
+    assert [members for members, _ in run(servers, 2, 1)[0]] == [[0, 1, 1, 1]]
+
+
 def test_what_no_island_has_sent_is_refused(start):
     servers = start(2)
     client = servers.connect(0)
