@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -10,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -36,6 +38,7 @@ pytestmark = [
 
 LAUNCH = """
 import sys
+import tempfile
 from kftrain.core import storage
 from kftrain import config
 from kftrain.errors import KftrainError
@@ -347,12 +350,15 @@ def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launc
 
 
 @pytest.fixture
-def forgetful(tmp_path, monkeypatch):
+def forgetful(monkeypatch):
     """A cluster that forgets a job 5 s after its end, and has accounts of it."""
     reason = explain_absence_of_accounting()
     if reason:
         pytest.skip(reason)
-    with SlurmCluster(tmp_path / "forgetful", forget_seconds=5, accounting=True) as started:
+    with contextlib.ExitStack() as stack:
+        # A short path, below which sockets lie: with the name of the test in it Slurm could launch no job.
+        short = stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-"))
+        started = stack.enter_context(SlurmCluster(Path(short, "s"), forget_seconds=5, accounting=True))
         for name, value in started.environment.items():
             monkeypatch.setenv(name, value)
         yield started
