@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1200, func_only=True)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clicks.yaml"
 SECRET = "kftrain-servers"
-STEPS = 300
+STEPS = 800
 SMALL = {
     "data.source": "helpers.clicks:records",
     "data.validation_fraction": 0.3,
@@ -30,7 +30,7 @@ SMALL = {
     "train.steps": STEPS,
     "train.global_batch_size": 64,
     "train.log_interval_steps": 1,
-    "checkpoint.interval_steps": 50,
+    "checkpoint.interval_steps": 200,
     "evaluate.interval_steps": 0,
     "launch.nodes": 2,
     "launch.processes_per_node": 1,
@@ -77,18 +77,15 @@ def test_a_run_that_loses_pods_of_both_roles_has_the_tables_of_one_that_does_not
     whole, run_uri = prepare(settings, tmp_path), prepare(settings, tmp_path)
     kftrain("train", whole, folder=tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for("checkpoint at step 50 committed", 300)
+        command.wait_for("checkpoint at step 200 committed", 300)
         namespace.delete_pod(find_pod(namespace, run_uri, "worker", 1), grace_seconds=0)
         command.wait_for("attempt 2:", 300)
-        command.wait_for("checkpoint at step 100 committed", 300)
-        namespace.delete_pod(find_pod(namespace, run_uri, "server", 1), grace_seconds=0)
+        command.wait_for("checkpoint at step 400 committed", 300)
+        namespace.delete_pod(find_pod(namespace, run_uri, "server", 1))  # told to go, as by a drained node
         command.wait_for("attempt 3:", 300)
-        command.wait_for("checkpoint at step 200 committed", 300)
-        namespace.delete_pod(find_pod(namespace, run_uri, "server", 0))  # told to go, as by a drained node
-        command.wait_for("attempt 4:", 300)
         command.finish()
     assert sorted(losses(RunPaths(run_uri))) == list(range(1, STEPS + 1))
-    assert attempts.find_last_attempt(RunPaths(run_uri)) == 4
+    assert attempts.find_last_attempt(RunPaths(run_uri)) == 3
     assert len(read_rows(run_uri)) and read_rows(run_uri).tobytes() == read_rows(whole).tobytes()
     assert secret not in command.output
     wait_until(lambda: not namespace.pods(), 120, "the end of the pods")
