@@ -36,7 +36,7 @@ SMALL = {
     "launch.processes_per_node": 1,
     "launch.backend": "jobset",
     "launch.kubernetes.secrets": f"[kftrain-storage, {SECRET}]",
-    "launch.kubernetes.cpu": "400m",
+    "launch.kubernetes.cpu": "250m",
 }
 
 

@@ -280,6 +280,7 @@ def test_nobody_works_on_the_job_for_two_minutes(site, promise, disturb, tmp_pat
 @pytest.mark.timeout(1200, func_only=True)
 def test_a_node_dies(site, promise, disturb, tmp_path):
     slower = {**SLOW, "task.slow_seconds": 2.0, "launch.timeout_seconds": 60}  # other backends come to it by then
+    slower |= site.small
     with training(site, tmp_path, slower) as (run_uri, command):
         site.lose_node(run_uri, site.nodes - 1, disturb)
         command.finish(seconds=900)

@@ -23,5 +23,6 @@ def open_site(request, folder):
         build_flags="--build-arg RAY=1",
         make_site=RayJobSite,
         changes={"launch.kubernetes.memory": "3Gi", "launch.kubernetes.cpu": "900m"},  # Ray has processes of its own
+        small={"launch.kubernetes.cpu": "450m"},  # it loses its node alone
         refused={"servers": "a RayJob has workers alone"},
     )
