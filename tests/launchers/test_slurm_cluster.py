@@ -339,10 +339,11 @@ def test_settings_become_what_slurm_shows(cluster, make_run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200, func_only=True)
-def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launch, undisturbed):
+def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launch, undisturbed, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     steps = 400  # of half a second: the limit is three minutes, however fast the machine
     settings = ["launch.slurm.partition=short", "launch.slurm.commit_seconds=60", "checkpoint.interval_steps=100000"]
-    slow = ["task.kind=faulty.task:Faulty", "task.slow_seconds=0.5"]
+    slow = ["task.kind=e2e.faulty.task:Faulty", "task.slow_seconds=0.5"]
     paths, _ = make_run(f"train.steps={steps}", *settings, *slow)
     assert launch(paths).finish()[0] == 0
     assert list_steps(paths) == list(range(1, steps + 1))
