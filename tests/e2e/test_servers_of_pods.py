@@ -37,7 +37,6 @@ SMALL = {
     "launch.backend": "jobset",
     "launch.kubernetes.secrets": f"[kftrain-storage, {SECRET}]",
     "launch.kubernetes.cpu": "250m",
-    "launch.kubernetes.node_selector": "{kubernetes.io/hostname: node1}",
 }
 
 

@@ -156,7 +156,7 @@ def open_cluster(
             "launch.processes_per_node": 1,
             "launch.kubernetes.namespace": namespace.name,
             "launch.kubernetes.trainer_image": _find_image(request, build_flags),
-            "launch.kubernetes.cpu": "300m",  # of four CPUs, beside the operators', for four jobs of two pods
+            "launch.kubernetes.cpu": "250m",  # of four CPUs, beside the operators', for four jobs of two pods
             "launch.kubernetes.memory": "2Gi",
             "launch.kubernetes.shared_memory": "256Mi",
             **(changes or {}),

@@ -22,7 +22,7 @@ def open_site(request, folder):
         "kuberay-operator",
         build_flags="--build-arg RAY=1",
         make_site=RayJobSite,
-        changes={"launch.kubernetes.memory": "3Gi", "launch.kubernetes.cpu": "900m"},  # Ray has processes of its own
-        small={"launch.kubernetes.cpu": "450m"},  # it loses its node alone
+        changes={"launch.kubernetes.memory": "3Gi", "launch.kubernetes.cpu": "450m"},  # Ray has processes of its own
+        small={},  # it loses its node alone
         refused={"servers": "a RayJob has workers alone"},
     )
