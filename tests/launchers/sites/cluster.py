@@ -38,6 +38,12 @@ WAITING = {
 """Case -> settings, what the reason contains, seconds until somebody knows it."""
 
 
+GRACE = {"launch.kubernetes.termination_grace_seconds": 20}
+"""A pod on a dead node is waited for until its grace is over."""
+
+SMALL = MappingProxyType({"launch.kubernetes.cpu": "140m", **GRACE})
+
+
 class ClusterSite(Site):
     """A namespace of a real cluster.
 
@@ -131,7 +137,7 @@ def open_cluster(
     make_site=ClusterSite,
     build_flags="",
     changes=None,
-    small=MappingProxyType({"launch.kubernetes.cpu": "140m"}),
+    small=SMALL,
     **values,
 ):
     """Opens the site of a backend with pods, in a namespace of its own that enforces `restricted`.
