@@ -35,4 +35,4 @@ def server_command(run_uri: str, digest: str) -> None:
     """Hold a share of the run's tables until told to stop; its number comes from the environment."""
     from kftrain.server.process import run_server
 
-    run_server(RunPaths(run_uri), digest, int(os.environ.get(NODE_RANK_ENV, "0")))
+    sys.exit(run_server(RunPaths(run_uri), digest, int(os.environ.get(NODE_RANK_ENV, "0"))))

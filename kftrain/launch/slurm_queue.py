@@ -45,6 +45,9 @@ FORMAT = "%A|%T|%r|%u|%D|%V|%k"
 AWAY = ("Unable to contact", "Socket timed out", "Connection refused", "Connection timed out")
 """Words of commands that did not reach slurmctld."""
 
+NO_ANSWER = "Unexpected message received"
+"""Words of `scontrol hold` and `release` that did not reach it: they take no answer for one that they do not know."""
+
 SHUT_OUT = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
 """Words of ssh where another try would fail, too."""
 
@@ -109,7 +112,8 @@ def ask_slurm(command: Sequence[str], text: str = "", host: str = "") -> str:
         raise LaunchError(f"this machine has no {command[0]}", where="slurm") from None
     if done.returncode:
         words = "; ".join(line for line in done.stderr.splitlines() if line.strip()) or f"exit code {done.returncode}"
-        is_away = any(part in words for part in AWAY)
+        words = f"slurmctld does not answer: {words}" if NO_ANSWER in words else words
+        is_away = any(part in words for part in (*AWAY, NO_ANSWER))
         if host and done.returncode == SSH_FAILED:
             is_away = not any(part in words for part in SHUT_OUT)
         raise (SchedulerAwayError if is_away else LaunchError)(words, where=host or "slurm")

@@ -25,7 +25,7 @@ from kftrain.core import storage
 from kftrain.core.credentials import SERVER_SECRET_VARIABLE
 from kftrain.core.frames import Frame, FrameKind, FrameSocket
 from kftrain.core.progress import to_log
-from kftrain.errors import ConfigError, KftrainError
+from kftrain.errors import ConfigError, KftrainError, Preempted
 from kftrain.process.signals import STOP, handle_signals
 from kftrain.run.commit import CheckpointName
 from kftrain.run.config import read_job_config
@@ -54,28 +54,38 @@ from kftrain.server.table import RowTable, build_spec
 logger = logging.getLogger(__name__)
 
 
-def run_server(paths: RunPaths, digest: str, number: int) -> None:
-    """Serve until SIGTERM, and then for as long as workers are there. Raises ConfigError without the run's secret."""
+def run_server(paths: RunPaths, digest: str, number: int) -> int:
+    """Serve until SIGTERM and then for as long as workers are there, or until the run has no place for it.
+
+    Returns the exit code. Raises ConfigError where the run's secret is not in the environment.
+    """
     config = read_job_config(paths, digest)
     torch.set_num_threads(1)  # a server shares its node with others, and its rows are too short for several
     secret = read_secret()
-    is_stopped, has_left = threading.Event(), threading.Event()
-    with handle_signals(STOP, lambda *_: is_stopped.set()), tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
+    is_stopped, code = threading.Event(), 0
+
+    def stop(*_: object) -> None:
+        nonlocal code
+        code = Preempted.exit_code  # by 0 its work were done: a Job of Kubernetes would start no other in its place
+        is_stopped.set()
+
+    with handle_signals(STOP, stop), tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
         servers = [RunServer(paths, config, number, Path(folder), secret)]
         if config.server.copies > 1:
             neighbour = (number - 1) % config.server.num_servers
             servers.append(RunServer(paths, config, neighbour, Path(folder), secret, is_copy=True))
-        servers[0].when_left = lambda: (has_left.set(), is_stopped.set())
+        servers[0].when_left = is_stopped.set
         for server in servers:
             server.start()
             server.publish_address()
         held = f"a share of {len(config.server.tables)} tables" if config.server.tables else "outer gradients"
         to_log(f"holds {held}, at port {servers[0].address[1]}")
         is_stopped.wait()
-        if not has_left.is_set():  # a cluster tells all at once to stop, and workers need servers for their last commit
+        if code:  # a cluster tells all at once to stop, and workers need servers for their last commit
             servers[0].wait_for_workers()
         for server in servers:
             server.stop()
+    return code
 
 
 def read_secret() -> bytes:

@@ -67,7 +67,7 @@ class Command:
         with self._came:
             self._came.wait_for(lambda: self.lines[-1:] == [""], 10)
         last = next((line for line in reversed(self.lines) if line.strip()), "")
-        return json.loads(last) if last.startswith(("{", "[")) else None
+        return json.loads(last) if last.startswith(("{", "[{", "[]")) else None  # not a line of `[rank 0]`
 
     def kill(self):
         """Ends it at once, as a power cut would."""

@@ -92,11 +92,18 @@ class Builder:
 
     def _layout(self, image: str) -> tuple[dict, list[str]]:
         """The image in an OCI layout, where no layer is compressed twice: its descriptor, its blobs."""
-        self._call(["buildah", "push", "--quiet", image, f"oci:{self._folder}:{image}"])
-        index = json.loads((self._folder / "index.json").read_text())
-        found = next(m for m in index["manifests"] if m["annotations"][REFERENCE] == image)
+        found = self._find_descriptor(image)  # a tag never means two things
+        if found is None:
+            self._call(["buildah", "push", "--quiet", image, f"oci:{self._folder}:{image}"])
+            found = self._find_descriptor(image)
+        assert found is not None, image
         manifest = json.loads((self._folder / "blobs/sha256" / found["digest"].removeprefix("sha256:")).read_text())
         return found, [part["digest"] for part in (manifest["config"], *manifest["layers"])]
+
+    def _find_descriptor(self, image: str) -> dict | None:
+        index = self._folder / "index.json"
+        listed = json.loads(index.read_text())["manifests"] if index.exists() else []
+        return next((one for one in listed if one.get("annotations", {}).get(REFERENCE) == image), None)
 
     @property
     def _folder(self) -> Path:

@@ -8,6 +8,24 @@ from kubernetes import client
 NAME = "training-operator"
 
 
+def move_operators(node):
+    """Lets every operator, or webhook, that runs on a node run on another one, and returns when all are ready."""
+    core, apps = connect(), client.AppsV1Api()
+    core.patch_node(node, {"spec": {"unschedulable": True}})
+    try:
+        for pod in core.list_pod_for_all_namespaces(field_selector=f"spec.nodeName={node}").items:
+            if any(owner.kind == "ReplicaSet" for owner in pod.metadata.owner_references or ()):
+                core.delete_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
+        wait_until(lambda: all(map(_is_whole, apps.list_deployment_for_all_namespaces().items)), 180, "the operators")
+    finally:
+        core.patch_node(node, {"spec": {"unschedulable": None}})
+
+
+def _is_whole(deployment):
+    status = deployment.status
+    return (status.ready_replicas or 0) == (status.replicas or 0) == deployment.spec.replicas
+
+
 class Operator:
     """An operator's deployment, wherever it is installed."""
 

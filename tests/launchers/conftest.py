@@ -127,7 +127,7 @@ def promise(request, site):
 
 @pytest.fixture
 def disturb(request, site, promise):
-    """Runs a verb of the script that breaks this cluster, and undoes everything in the end."""
+    """Runs a verb of the script that breaks this cluster, after `prepare`, and undoes everything in the end."""
     if site.is_private:
         yield None
         return
@@ -137,10 +137,11 @@ def disturb(request, site, promise):
     meeting = Meeting(request)
     meeting.wait_for_all("begin", seconds=300)
 
-    def run(*verb):
+    def run(*verb, prepare=lambda: None):
         meeting.wait_for_all("break", seconds=120)
         with meeting.alone("break") as is_first:
             if is_first:
+                prepare()
                 subprocess.run([script, *map(str, verb)], check=True, timeout=600)
 
     yield run

@@ -43,7 +43,7 @@ class RayCluster:
         self.address = f"http://127.0.0.1:{self._ports[1].number}"
 
     def __enter__(self) -> RayCluster:
-        gcs, dashboard = (port.number for port in self._ports)
+        gcs, dashboard = (port.number for port in self._ports[:2])
         # A short path: sockets lie below it.
         self._start("--head", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={self._folder}")
         try:
@@ -113,6 +113,8 @@ class RayCluster:
     def _start(self, *options: str) -> None:
         command = [str(Path(self.python).with_name("ray")), "start", "--block", "--disable-usage-stats", *options]
         command += ["--num-cpus=1", f"--object-store-memory={MEMORY_BYTES}"]
+        self._ports.append(Held())  # of what takes jobs: by default one number for all nodes, so for all clusters here
+        command.append(f"--dashboard-agent-listen-port={self._ports[-1].number}")
         self._processes.append(self._run(command, len(self._processes)))
 
     def _run(self, command: list[str], number: int) -> subprocess.Popen[bytes]:

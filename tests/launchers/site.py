@@ -15,6 +15,8 @@ class Site:
     settings: dict
     """Overrides of a small training there, by key: backend, storage, tracking, image."""
     nodes: int = 2
+    small: dict = field(default_factory=dict)
+    """Overrides of a job that finds room on what is left when a node is lost."""
     waiting: dict = field(default_factory=dict)
     """Case -> (overrides by which a job cannot start, the words that say why, seconds they may take)."""
     refused: dict = field(default_factory=dict)

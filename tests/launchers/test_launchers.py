@@ -216,8 +216,8 @@ def test_a_failure_ends_it(site, promise, changes, code, words, num_attempts, tm
 
 @pytest.mark.parametrize("kind", PERMANENT, ids=lambda kind: str(kind.exit_code))
 def test_every_permanent_exit_code_arrives(site, kind, tmp_path):
-    """16 and 19 have promises of their own; 17 and 18 are said of launchers, not of workers."""
-    run_uri = prepare(site, {**FAULTY, "task.fault": kind.__name__, "task.at_call": 2}, tmp_path)
+    """16 and 19 have promises of their own, with two nodes; 17 and 18 are said of launchers, not of workers."""
+    run_uri = prepare(site, {**FAULTY, "task.fault": kind.__name__, "task.at_call": 2, "launch.nodes": 1}, tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
         command.finish(code=kind.exit_code)
     assert "a fault for good" in command.output
@@ -280,6 +280,7 @@ def test_nobody_works_on_the_job_for_two_minutes(site, promise, disturb, tmp_pat
 @pytest.mark.timeout(1200, func_only=True)
 def test_a_node_dies(site, promise, disturb, tmp_path):
     slower = {**SLOW, "task.slow_seconds": 2.0, "launch.timeout_seconds": 60}  # other backends come to it by then
+    slower |= site.small
     with training(site, tmp_path, slower) as (run_uri, command):
         site.lose_node(run_uri, site.nodes - 1, disturb)
         command.finish(seconds=900)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -10,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -36,6 +38,7 @@ pytestmark = [
 
 LAUNCH = """
 import sys
+import tempfile
 from kftrain.core import storage
 from kftrain import config
 from kftrain.errors import KftrainError
@@ -336,10 +339,12 @@ def test_settings_become_what_slurm_shows(cluster, make_run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200, func_only=True)
-def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launch, undisturbed):
-    steps = 3000
+def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launch, undisturbed, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    steps = 400  # of half a second: the limit is three minutes, however fast the machine
     settings = ["launch.slurm.partition=short", "launch.slurm.commit_seconds=60", "checkpoint.interval_steps=100000"]
-    paths, _ = make_run(f"train.steps={steps}", *settings)
+    slow = ["task.kind=e2e.faulty.task:Faulty", "task.slow_seconds=0.5"]
+    paths, _ = make_run(f"train.steps={steps}", *settings, *slow)
     assert launch(paths).finish()[0] == 0
     assert list_steps(paths) == list(range(1, steps + 1))
     assert "restart 1" in read_output(paths) and "DUE TO TIME LIMIT" not in read_output(paths)
@@ -347,12 +352,15 @@ def test_a_training_longer_than_the_time_limit_goes_on_by_itself(make_run, launc
 
 
 @pytest.fixture
-def forgetful(tmp_path, monkeypatch):
+def forgetful(monkeypatch):
     """A cluster that forgets a job 5 s after its end, and has accounts of it."""
     reason = explain_absence_of_accounting()
     if reason:
         pytest.skip(reason)
-    with SlurmCluster(tmp_path / "forgetful", forget_seconds=5, accounting=True) as started:
+    with contextlib.ExitStack() as stack:
+        # A short path, below which sockets lie: with the name of the test in it Slurm could launch no job.
+        short = stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-"))
+        started = stack.enter_context(SlurmCluster(Path(short, "s"), forget_seconds=5, accounting=True))
         for name, value in started.environment.items():
             monkeypatch.setenv(name, value)
         yield started

@@ -5,11 +5,12 @@ import dataclasses
 import shutil
 import subprocess
 from datetime import datetime, timedelta, timezone
+from types import MappingProxyType
 
 import pytest
 import yaml
 from e2e.namespace import Namespace, held_images
-from e2e.operator_control import Operator
+from e2e.operator_control import Operator, move_operators
 from helpers.fakes.object_store import BUCKET
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
@@ -35,6 +36,12 @@ WAITING = {
     ),
 }
 """Case -> settings, what the reason contains, seconds until somebody knows it."""
+
+
+GRACE = {"launch.kubernetes.termination_grace_seconds": 20}
+"""A pod on a dead node is waited for until its grace is over."""
+
+SMALL = MappingProxyType({"launch.kubernetes.cpu": "140m", **GRACE})
 
 
 class ClusterSite(Site):
@@ -84,10 +91,10 @@ class ClusterSite(Site):
             yield
 
     def lose_node(self, run_uri, rank, disturb):
-        """Lets a worker's node die, but not the controller's: that one is away is another promise."""
-        kept = Operator(self._controller).node_name
+        """Lets a worker's node die, but no controller's: that one is away is another promise."""
         nodes = {pod.spec.node_name for pod in self._pods(run_uri).values() if pod.status.phase == "Running"}
-        disturb("stop-node", sorted(nodes - {kept})[0])
+        node = max(nodes)  # the same for all backends, whose jobs have a pod on each
+        disturb("stop-node", node, prepare=lambda: move_operators(node))
 
     def check_request(self, text):
         kubectl = shutil.which("kubectl") or pytest.skip("no kubectl")
@@ -130,11 +137,13 @@ def open_cluster(
     make_site=ClusterSite,
     build_flags="",
     changes=None,
+    small=SMALL,
     **values,
 ):
     """Opens the site of a backend with pods, in a namespace of its own that enforces `restricted`.
 
-    `build_flags` are arguments of the engine for its trainer image, `changes` are settings that differ there.
+    `build_flags` are arguments of the engine for its trainer image, `changes` are settings that differ there; `small`
+    are those of a job that finds room on one node, beside the operators and the other backends that lose theirs.
     """
     request.getfixturevalue("kubeconfig")
     store, mlflow_uri = request.getfixturevalue("store"), request.getfixturevalue("mlflow_uri")
@@ -153,13 +162,20 @@ def open_cluster(
             "launch.processes_per_node": 1,
             "launch.kubernetes.namespace": namespace.name,
             "launch.kubernetes.trainer_image": _find_image(request, build_flags),
-            "launch.kubernetes.cpu": "500m",
+            "launch.kubernetes.cpu": "250m",  # of four CPUs, beside the operators', for four jobs of two pods
             "launch.kubernetes.memory": "2Gi",
             "launch.kubernetes.shared_memory": "256Mi",
             **(changes or {}),
         }
         yield make_site(
-            namespace, resource, controller, name=backend, settings=settings, environment=store.environment, **values
+            namespace,
+            resource,
+            controller,
+            name=backend,
+            settings=settings,
+            small=small,
+            environment=store.environment,
+            **values,
         )
 
 

@@ -1,6 +1,6 @@
 """RayJobs of the KubeRay operator 1.6, whose pods have an image with Ray."""
 
-from launchers.sites.cluster import ClusterSite, open_cluster
+from launchers.sites.cluster import GRACE, ClusterSite, open_cluster
 
 
 class RayJobSite(ClusterSite):
@@ -22,6 +22,7 @@ def open_site(request, folder):
         "kuberay-operator",
         build_flags="--build-arg RAY=1",
         make_site=RayJobSite,
-        changes={"launch.kubernetes.memory": "3Gi", "launch.kubernetes.cpu": "900m"},  # Ray has processes of its own
+        changes={"launch.kubernetes.memory": "3Gi", "launch.kubernetes.cpu": "450m"},  # Ray has processes of its own
+        small=GRACE,  # it loses its node alone
         refused={"servers": "a RayJob has workers alone"},
     )

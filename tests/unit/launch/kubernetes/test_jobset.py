@@ -47,7 +47,7 @@ def test_each_role_has_a_job_with_the_pods_and_the_rules_of_every_kind():
     for one, role in zip(replicated, training.roles, strict=True):
         job = one["template"]["spec"]
         assert job["completions"] == job["parallelism"] == role.replicas and job["completionMode"] == "Indexed"
-        assert job["podFailurePolicy"] == rules and job["backoffLimit"] == 1000
+        assert job["podFailurePolicy"] == rules and job["backoffLimit"] == job["backoffLimitPerIndex"] == 1000
         expected = pod.build_template(KIND, training, role, resolved.launch.kubernetes)
         assert job["template"]["spec"].pop("restartPolicy") == "Never"
         assert job["template"] == expected
