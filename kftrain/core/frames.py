@@ -278,6 +278,16 @@ class FrameSocket:
             raise ConfigError("the other end has another secret than this run's", where=self._peer)
         self._connection.settimeout(None)
 
+    @property
+    def is_over(self) -> bool:
+        """True where the other end has closed the connection, and all that it sent was received."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # it broke
+            return True
+
     def close(self) -> None:
         """End the connection; whoever waits in `receive` gets LostPeerError."""
         with contextlib.suppress(OSError):  # the other end was faster

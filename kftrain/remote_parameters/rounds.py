@@ -130,6 +130,11 @@ class RemoteRounds:
         self._part = part
         self._encoding = encoding
 
+    def join(self) -> None:
+        """Connect to all servers: those that are told to stop then wait for this process."""
+        for link in self._links:
+            link.start([])
+
     def send(self, number: int, vector: FrameValues) -> None:
         """Send this process's part of the outer gradient of a round, `[n]`, a multiple of ROW_NUMBERS."""
         keys = np.array([self._island], np.int64)

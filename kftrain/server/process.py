@@ -55,23 +55,30 @@ logger = logging.getLogger(__name__)
 
 
 def run_server(paths: RunPaths, digest: str, number: int) -> None:
-    """Serve until SIGTERM. Raises ConfigError where the run's secret is not in the environment."""
+    """Serve until SIGTERM, and then for as long as workers are there. Raises ConfigError without the run's secret."""
     config = read_job_config(paths, digest)
     torch.set_num_threads(1)  # a server shares its node with others, and its rows are too short for several
     secret = read_secret()
-    is_stopped = threading.Event()
+    is_stopped, has_left = threading.Event(), threading.Event()
+
+    def leave() -> None:
+        has_left.set()
+        is_stopped.set()
+
     with handle_signals(STOP, lambda *_: is_stopped.set()), tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
         servers = [RunServer(paths, config, number, Path(folder), secret)]
         if config.server.copies > 1:
             neighbour = (number - 1) % config.server.num_servers
             servers.append(RunServer(paths, config, neighbour, Path(folder), secret, is_copy=True))
-        servers[0].when_left = is_stopped.set
+        servers[0].when_left = leave
         for server in servers:
             server.start()
             server.publish_address()
         held = f"a share of {len(config.server.tables)} tables" if config.server.tables else "outer gradients"
         to_log(f"holds {held}, at port {servers[0].address[1]}")
         is_stopped.wait()
+        if not has_left.is_set():  # a cluster tells all at once to stop, and workers need servers for their last commit
+            servers[0].wait_for_workers()
         for server in servers:
             server.stop()
 

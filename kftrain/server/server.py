@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from kftrain.server.state import RECORDED, UNNUMBERED, ServerState
 logger = logging.getLogger(__name__)
 
 NO_KEYS = np.empty(0, np.int64)
+
+LOOK_SECONDS = 0.1
 
 
 class Server:
@@ -60,6 +63,16 @@ class Server:
     def start(self) -> None:
         """Begin to answer, in threads."""
         self._start_thread(self._accept)
+
+    def wait_for_workers(self) -> None:
+        """Wait until no worker has a connection for changes, or this server is stopped."""
+        # Asked again and again: a thread that waits for other workers does not see its own one's end.
+        while not self._is_stopped and self._has_workers():
+            time.sleep(LOOK_SECONDS)
+
+    def _has_workers(self) -> bool:
+        with self._changed:
+            return any(one in self._sockets and not one.is_over for one in self._connections.values())
 
     def stop(self) -> None:
         """Close all connections and wait for the threads; the log holds everything that was acknowledged."""

@@ -54,6 +54,7 @@ class ServedExchange(Feedback):
         self._num_updates = num_steps // self._config.train.outer.steps
         island, part = divmod(world.rank, self._mesh.shape.island_size)
         self._rounds = RemoteRounds(servers, world.rank, island, part, secret, self._encoding)
+        self._rounds.join()
 
     @torch.no_grad()
     def exchange(self, vector: torch.Tensor, number: Round) -> tuple[list[torch.Tensor], bool]:

@@ -207,6 +207,22 @@ def test_islands_that_lose_a_server_go_on_from_the_checkpoint(text, settings):
     assert models[0] == models[1]
 
 
+def test_servers_that_are_told_to_stop_with_the_workers_are_there_for_the_last_meeting(text):
+    """As on a cluster, which tells all pods of a job at once."""
+    folder, data = text
+    paths, _ = jobs.prepare(folder, ISLANDS, [*QUORUM, "train.steps=20000"], "told", data)
+    launched = launch(paths)
+    lines = jobs.wait_for_line(launched, "step 20/")
+    workers = [process for process in find_processes(paths) if "worker" in process.info["cmdline"]]
+    for process in [*find_servers(paths), *workers]:
+        process.terminate()
+    lines += jobs.wait_for_line(launched, "stopped at step")
+    launched.terminate()
+    launched.communicate(timeout=60)
+    assert "attempt 2" not in "".join(lines) and commit.find_last_step(paths) > 0
+    wait_until_nobody_is_left(paths)
+
+
 def scale(paths, num_servers):
     command = [sys.executable, "-m", "kftrain", "scale", paths.uri, "--servers", str(num_servers)]
     assert f"asked for {num_servers} servers" in subprocess.check_output(command, text=True)

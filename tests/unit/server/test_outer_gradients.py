@@ -245,6 +245,26 @@ def test_a_mean_of_other_lengths_is_refused_and_takes_no_gradient(start):
     assert sum(len(server._outer._gradients) for server in servers.servers) == 2
 
 
+def test_a_server_waits_for_the_workers_that_it_has(start):
+    servers = start(2)
+    first, second = (servers.connect(island) for island in range(2))
+    first.join()
+    second.join()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(servers.servers[0].wait_for_workers)
+        first.close()
+        time.sleep(0.2)
+        assert not waiting.done()
+        meeting = pool.submit(second.meet, 1, 0, True, False)  # for a worker that is gone
+        while not servers.servers[0]._outer._rounds.announced[1]:
+            time.sleep(0.01)
+        assert not waiting.done()
+        second.close()
+        waiting.result(20)
+        with pytest.raises(LostPeerError):
+            meeting.result(20)
+
+
 def test_a_grace_may_be_longer_than_a_thread_can_wait(start):
     servers = start(2, QUORUM[0], "train.outer.grace_seconds=1e10")
     assert [members for members, _ in run(servers, 2, 1)[0]] == [[0, 1, 1, 1]]
