@@ -2046,7 +2046,7 @@ MUTANTS = [
     Mutant(
         "a server that fails leaves the workers of Slurm at work",
         "kftrain/launch/templates/slurm.sh.jinja",
-        """wait "$server" || { failed=$?; asked=fail; }""",
+        """wait "$server" || { failed=$?; asked=${asked:-fail}; }""",
         """wait "$server\"""",
         "tests/unit/launch/test_slurm.py -k servers_end",
     ),
