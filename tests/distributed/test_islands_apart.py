@@ -13,13 +13,15 @@ from helpers.parity.table import Row
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
 QUORUM = ("train.outer.quorum=1", "train.outer.grace_seconds=0", "train.outer.max_rounds_ahead=3")
-INTERVALS = ("train.log_interval_steps=10", "checkpoint.interval_steps=10")
+INTERVALS = ("train.log_interval_steps", "checkpoint.interval_steps")
 HOW = {"servers": 2, "steps": 2}
 CASE = islands.case_of(Case(network=same_llama, optimizer=fused_adamw), **HOW)  # by kernels that round as the engine's
 
 
 def train(pools, folder, processes, layout, num_steps=STEPS, stops=None):
-    job = Row("", processes, (*layout, *INTERVALS, *QUORUM), CASE).job
+    """Train with a meeting in the middle; where somebody is to stop, with none but that which this one asks for."""
+    intervals = [f"{key}={10 if stops is None else STEPS}" for key in INTERVALS]
+    job = Row("", processes, (*layout, *intervals, *QUORUM), CASE).job
     job = replace(job, defect=apart.noting(folder, holds=stops is None))
     answers = pools.run(processes, parity_resume.attempt, job, str(folder), num_steps, stops)
     assert [answer.kind for answer in answers] == ["done"] * processes, answers
