@@ -16,6 +16,9 @@ LOOK_SECONDS = 0.2
 
 CONNECT_SECONDS = 5.0
 
+START_SECONDS = 120.0
+"""Seconds that servers may take to start: they and the workers start at the same time."""
+
 
 def find_servers(folder: str, num_servers: int, timeout_seconds: float, copies: int = 1) -> list[ServerAddress]:
     """Wait until the addresses of all servers and copies are there, and all answer. Raises LostPeerError.

@@ -22,7 +22,7 @@ from kftrain.models.sparse_embedding import SparseEmbedding, attach_tables, find
 from kftrain.parallel.distributed import Agreement, Distributed
 from kftrain.parallel.world import World
 from kftrain.remote_parameters.client import RemoteTables
-from kftrain.remote_parameters.control import ask_all, find_servers, load_all
+from kftrain.remote_parameters.control import START_SECONDS, ask_all, find_servers, load_all
 from kftrain.remote_parameters.link import ServerAddress
 from kftrain.remote_parameters.moving import ServerChange
 from kftrain.run.commit import CheckpointManifest, CheckpointName, FileEntry
@@ -31,9 +31,6 @@ from kftrain.run.paths import RunPaths
 from kftrain.server.process import read_secret
 from kftrain.server.table import build_spec
 from kftrain.server.table_files import read_entries
-
-START_SECONDS = 120.0
-"""Seconds that servers may take to start: they and the workers start at the same time."""
 
 
 def attach_new_tables(model: nn.Module, config: Config) -> None:

@@ -21,15 +21,12 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.outer_exchange import Feedback, Round, Share
 from kftrain.parallel.shape import AXES
 from kftrain.parallel.world import World
-from kftrain.remote_parameters.control import find_servers, load_all
+from kftrain.remote_parameters.control import START_SECONDS, find_servers, load_all
 from kftrain.remote_parameters.link import ServerAddress
 from kftrain.remote_parameters.rounds import ROW_NUMBERS, RemoteRounds, Update
 from kftrain.run.commit import CheckpointManifest
 from kftrain.run.paths import RunPaths
 from kftrain.server.process import read_secret
-
-START_SECONDS = 120.0
-"""Seconds that servers may take to start: they and the workers start at the same time."""
 
 
 class ServedExchange(Feedback):

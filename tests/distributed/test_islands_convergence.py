@@ -72,3 +72,13 @@ def test_islands_come_near_to_the_loss_of_ddp(runs, steps, settings, limit):
     gap = loss / dense - 1
     print(f"\nH = {steps}, {settings[2:]}: {loss:.4f}, ddp {dense:.4f}, {gap:+.2%}; at 30 the bar is {BAR:.0%}")
     assert gap < limit
+
+
+@LARGE
+def test_islands_gain_less_than_ddp_from_better_rates(runs):
+    root, shared, _ = runs
+    dense = train(root, "ddp-better", ["parallel.strategy=ddp", "optimizer.learning_rate=0.008"], shared)
+    outer = ["train.outer.steps=30", "train.outer.learning_rate=1.0", "train.outer.momentum=0.5"]
+    loss = train(root, "h30-better", ["parallel.islands=2", "optimizer.learning_rate=0.006", *outer], shared)
+    print(f"\nH = 30, better rates: {loss:.4f}, ddp {dense:.4f}, {loss / dense - 1:+.2%}")
+    assert loss / dense - 1 < 0.06
