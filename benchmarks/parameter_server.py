@@ -27,7 +27,6 @@ from kftrain.remote_parameters.client import RemoteTables
 from kftrain.remote_parameters.link import ServerAddress
 from kftrain.server.chain import Chain
 from kftrain.server.optimizers import RowSgd
-from kftrain.server.process import NoLog
 from kftrain.server.server import Server
 from kftrain.server.state import ServerState
 from kftrain.server.table import RowTable, TableSpec
@@ -54,13 +53,12 @@ def measure_memory(num_rows):
 
 
 def run_server(folder, copy, pipe):
-    """A server whose log is on disk, or, as in a run, in memory: alone (`copy` is ""), or with the copy at a port."""
+    """A server by itself, or with the copy at a port."""
     torch.set_num_threads(1)  # a part of a push is too small for two
     state = ServerState([RowTable(TableSpec("t", DIM, 0), RowSgd(0.1), folder)], 0)
-    server = Server(state, folder, SECRET)
-    if copy is not None:
-        server._log.close()
-        server._log = Chain("127.0.0.1", copy, SECRET, server.stop) if copy else NoLog()
+    server = Server(state, SECRET)
+    if copy:
+        server._copy = Chain("127.0.0.1", copy, SECRET, server.stop)
     server.start()
     pipe.send(server.address)
     pipe.recv()
@@ -152,8 +150,7 @@ def measure_traffic(num_rounds):
     keys = np.unique(np.random.default_rng(0).integers(-(2**60), 2**60, NUM_ROWS))
     gradients = np.ones((NUM_ROWS, DIM), np.float32)
     with tempfile.TemporaryDirectory() as folder:
-        ports = {"server, log on disk": start(run_server, Path(folder), None)}
-        ports["server, as in a run"] = start(run_server, Path(folder), "")
+        ports = {"server": start(run_server, Path(folder), "")}
         copy = start(run_server, Path(folder), "")
         ports["server, copies: 2"] = start(run_server, Path(folder), copy[2][1])
         _, stop_echo, echo_address = start(run_echo)

@@ -49,23 +49,17 @@ class FrameKind(IntEnum):
     POSITION: the worker's last sequence and its clock."""
     PULL = 2
     """Read the keys' weights as of `clock`; answered, once the clock rule allows it, by a WEIGHTS for each part of
-    `split_rows`, whose `clock` tells how many steps all living workers have finished."""
+    `split_rows`, whose `clock` tells how many steps all workers have finished."""
     PUSH = 3
     """Gradients of distinct keys, `values` (keys, dim); several in a step are summed. Not answered: the FINISH is."""
     FINISH = 4
     """The worker's step `clock` is over; answered by POSITION when all up to it is safe."""
-    LEAVE = 5
-    """The worker is done: nobody waits for it. Answered by POSITION."""
-    SNAPSHOT = 6
-    """Write a snapshot named `clock`; answered by POSITION."""
     POSITION = 7
     WEIGHTS = 8
     REFUSAL = 9
     """The frame before was wrong; the server says why in its log and closes."""
     RESUME = 10
     """The same process of a worker is there again, over another connection; answered by POSITION."""
-    EXPEL = 11
-    """The worker has died, says another one: nobody waits for it. Answered by POSITION."""
     FOLLOW = 12
     """To a copy: what changes the server that it stands by for comes over this connection. Answered by POSITION, or by
     REFUSAL once the copy has taken over, which any frame of a worker makes it do."""
@@ -108,7 +102,7 @@ class Frame:
         kind: What it is.
         table: The number of the table.
         worker: The number of the worker.
-        sequence: The number of a PUSH, FINISH or LEAVE among those of this worker to this server, from 1.
+        sequence: The number of a PUSH or FINISH among those of this worker to this server, from 1.
         clock: A step of the worker, from 0.
         keys: Keys of rows.
         values: Numbers of those rows, one row after another.

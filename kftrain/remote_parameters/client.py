@@ -33,10 +33,9 @@ class RemoteTables:
         encoding: How weights and gradients travel.
         noise_seed: What the noise that rounds gradients to int8 follows from, with table, worker and step.
         first_step: Steps that were done before the servers began to count.
-        may_return: A server whose process is gone may come back with what it knew.
 
     Attributes:
-        staleness: How many steps the slowest living worker was behind the step that was read for -> reads.
+        staleness: How many steps the slowest worker was behind the step that was read for -> reads.
     """
 
     def __init__(
@@ -50,9 +49,7 @@ class RemoteTables:
         encoding: RowEncoding = RowEncoding.FP32,
         noise_seed: int = 0,
         first_step: int = 0,
-        may_return: bool = True,
     ) -> None:
-        self._may_return = may_return
         self._encoding = encoding
         self._noise_seed = noise_seed
         self._first_step = first_step
@@ -84,7 +81,7 @@ class RemoteTables:
         for _, read in self._reads_ahead.values():
             read.exception()  # it ends, with rows that nobody will change before they are wanted
         known = {link.address.name: link for link in self._links}
-        ours = (self._worker, self._secret, self._patience_seconds, self._may_return)
+        ours = (self._worker, self._secret, self._patience_seconds)
         self._links = [known.pop(server.name) if server.name in known else Link(server, *ours) for server in servers]
         self._ring = Ring([server.name for server in servers])
         for link in known.values():
@@ -124,23 +121,6 @@ class RemoteTables:
             link.push(Frame(FrameKind.FINISH, clock=link.clock))
         for link in links:
             link.finish()
-
-    def leave(self) -> None:
-        """Let nobody wait for this worker any more, and close the connections."""
-        for link in self._links:
-            link.push(Frame(FrameKind.LEAVE))
-            link.finish()
-        self.close()
-
-    def expel(self, worker: int) -> None:
-        """Let nobody wait for a worker that has died; what it pushed in the step that it did not finish is dropped."""
-        for link in self._links:
-            link.expel(worker)
-
-    def request_snapshot(self, number: int) -> None:
-        """Have all servers write their snapshot of this number. No worker may be in the middle of a step."""
-        for link in self._links:
-            link.request_snapshot(number)
 
     def close(self) -> None:
         """Close the connections; the servers still count on this worker."""

@@ -33,18 +33,15 @@ class Link:
     """The connections of one worker to one server: for what it changes, and for what it reads, which may wait.
 
     Changes are made by one thread. Reads have two lanes, each for one thread, because a read for the next step waits
-    while this step may read on. `patience_seconds`: how long a server may be away. `may_return`: one whose process is
-    gone may come back with what it knew.
+    while this step may read on. `patience_seconds`: how long a server may be away. One whose process is gone, without
+    a copy, is waited for no longer: it would not come back with what it knew.
     """
 
-    def __init__(
-        self, address: ServerAddress, worker: int, secret: bytes, patience_seconds: float, may_return: bool = True
-    ) -> None:
+    def __init__(self, address: ServerAddress, worker: int, secret: bytes, patience_seconds: float) -> None:
         self.address = address
         self._worker = worker
         self._secret = secret
         self._patience_seconds = patience_seconds
-        self._may_return = may_return
         self._changes: FrameSocket | None = None
         self._reads: list[FrameSocket | None] = [None, None]
         self._unacknowledged: list[Frame] = []
@@ -87,17 +84,9 @@ class Link:
     def finish_read(self, lane: int, frame: Frame, weights: FrameValues) -> int:
         """Put the answer to the frame of `start_read` into `weights` (keys, dim).
 
-        Returns how many steps all living workers had finished at the oldest of its parts.
+        Returns how many steps all workers had finished at the oldest of its parts.
         """
         return self._persist(lambda: self._receive_weights(lane, frame, weights))
-
-    def expel(self, worker: int) -> None:
-        """Have the server wait for a dead worker no longer. Between two steps of this one."""
-        self._persist(lambda: self._exchange(Frame(FrameKind.EXPEL, worker=worker)))
-
-    def request_snapshot(self, number: int) -> None:
-        """Have the server write its snapshot of this number; between two steps of all workers."""
-        self._persist(lambda: self._exchange(Frame(FrameKind.SNAPSHOT, clock=number)))
 
     def close(self) -> None:
         """Close the connections; a read that waits raises LostPeerError."""
@@ -112,7 +101,7 @@ class Link:
             try:
                 return attempt()
             except LostPeerError as error:
-                is_gone = isinstance(error.__cause__, ConnectionRefusedError) and not self._may_return
+                is_gone = isinstance(error.__cause__, ConnectionRefusedError)
                 if is_gone or self._is_closed or time.monotonic() > deadline:
                     raise
                 time.sleep(RETRY_SECONDS)
@@ -123,9 +112,11 @@ class Link:
         try:
             raw = open_connection(address.host, address.port, min(CONNECT_SECONDS, self._patience_seconds))
         except OSError as error:
-            if address.copy is not None:
-                self.address = address.copy  # for good: once a worker has been there, the first one is out
-            raise LostPeerError(f"cannot be reached: {error}", where=where) from error
+            lost = LostPeerError(f"cannot be reached: {error}", where=where)
+            if address.copy is None:
+                raise lost from error
+            self.address = address.copy  # for good: once a worker has been there, the first one is out
+            raise lost from None
         connection = FrameSocket(raw, where)
         connection.authenticate(self._secret, is_server=False)
         if self._is_closed:  # while another thread was connecting: nobody else would close this one
@@ -153,19 +144,9 @@ class Link:
             position = self._connect_for_changes()
             if position.sequence == self._sequence:
                 return position  # everything had arrived, only the acknowledgement was lost
-        return self._receive(FrameKind.POSITION)
-
-    def _exchange(self, frame: Frame) -> Frame:
-        if self._changes is None:
-            self._connect_for_changes()
-        assert self._changes is not None
-        self._changes.send(frame)
-        return self._receive(FrameKind.POSITION)
-
-    def _receive(self, kind: FrameKind) -> Frame:
         assert self._changes is not None
         try:
-            return self._require_answer(self._changes, kind)
+            return self._require_answer(self._changes, FrameKind.POSITION)
         except LostPeerError:
             self._changes = None
             raise

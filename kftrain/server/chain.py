@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Chain:
-    """Stands in the place of a server's log: a frame is safe when the copy has applied it.
+    """The server's side of a chain: a frame is safe when the copy has applied it.
 
     Where the copy is gone, its server goes on alone; where the copy has taken over, `retire` is called, and nothing is
     acknowledged any more.
@@ -132,3 +132,18 @@ class Chain:
         logger.warning("serves nobody any more: %s", error)
         self.close()
         self._retire()
+
+
+class NoCopy:
+    """Stands in the place of a chain where a server has no copy."""
+
+    position = 0
+
+    def append(self, frame: Frame) -> int:  # noqa: D102
+        return 0
+
+    def sync(self, position: int) -> None:  # noqa: D102
+        pass
+
+    def close(self) -> None:  # noqa: D102
+        pass

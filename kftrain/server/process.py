@@ -1,8 +1,8 @@
 """A server of a run as a process: it holds its share of the tables from the checkpoint on that a worker names.
 
 What it holds is memory. When it, or a worker, is lost, the whole job goes back to the last checkpoint, as it does
-without servers; so nothing is logged here, and an acknowledgement means that the server has it. With `server.copies: 2`
-each process also holds a copy of its neighbour's share, which takes over when the neighbour dies.
+without servers; so there is no log, and an acknowledgement means that the server has it. With `server.copies: 2` each
+process also holds a copy of its neighbour's share, which takes over when the neighbour dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kftrain.run.config import read_job_config
 from kftrain.run.membership import read_membership
 from kftrain.run.paths import RunPaths
 from kftrain.server import table_files
-from kftrain.server.chain import CONNECT_SECONDS, Chain
+from kftrain.server.chain import CONNECT_SECONDS, Chain, NoCopy
 from kftrain.server.moving import (
     RowMove,
     build_late_error,
@@ -142,9 +142,8 @@ class RunServer(Server):
         self.when_left: Callable[[], object] = lambda: None
         """Called when this server is no longer on the ring."""
         host = "0.0.0.0" if config.launch.is_remote else "127.0.0.1"
-        super().__init__(build_state(config.server, config.run.seed, folder), folder, secret, host)
-        self._log.close()
-        self._log: Any = NoLog()
+        self._folder = folder
+        super().__init__(build_state(config.server, config.run.seed, folder), secret, host)
 
     def publish_address(self) -> None:
         """Write where this server listens into the run's folder."""
@@ -194,11 +193,11 @@ class RunServer(Server):
             self._end_move()
             if frame.clock and state.tables:
                 table_files.load_tables(state.tables, self._name_checkpoint(frame), self._find_own)
-            self._log.close()
-            self._log = NoLog()
+            self._copy.close()
+            self._copy = NoCopy()
             if self._config.server.copies > 1 and not self._is_copy:
                 address = self._read_address(f"{self._number}-copy")
-                self._log = Chain(address["host"], address["port"], self._secret, self._hang_up)
+                self._copy = Chain(address["host"], address["port"], self._secret, self._hang_up)
             self._leader, self._has_taken_over = None, False
             self._state = state
             self._has_foreign_rows = False
@@ -300,18 +299,3 @@ class RunServer(Server):
     def _wait_until_dropped(self) -> None:
         # Else what comes now would be dropped, or what is to be dropped would be copied.
         self._changed.wait_for(lambda: self._is_stopped or not self._num_drops)
-
-
-class NoLog:
-    """Stands in for the log of a server that nobody starts again with what it knew."""
-
-    position = 0
-
-    def append(self, frame: Frame) -> int:  # noqa: D102
-        return 0
-
-    def sync(self, position: int) -> None:  # noqa: D102
-        pass
-
-    def close(self) -> None:  # noqa: D102
-        pass

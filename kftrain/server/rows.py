@@ -1,8 +1,8 @@
 """Rows by key: an open-addressing index in memory beside one dense file of rows, both probed a batch at a time.
 
 The index holds four bytes a slot and is the only part that is built with room to spare; rows lie one after another in
-a file that grows by a sixteenth, so that a live row costs little more than its numbers. The file is memory, not a
-record: what survives a crash is a snapshot and a log.
+a file that grows by a sixteenth, so that a live row costs little more than its numbers. The file is memory: nothing is
+read back from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server: a thread for each connection around one state, and a log that is synced before an acknowledgement."""
+"""A server: a thread for each connection around one state, and a copy that has it all before an acknowledgement."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
-from kftrain.core import storage
 from kftrain.core.frames import Frame, FrameKind, FrameSocket, split_rows
-from kftrain.errors import CheckpointError, ConfigError, LostPeerError, StorageError
+from kftrain.errors import ConfigError, LostPeerError, StorageError
+from kftrain.server.chain import Chain, NoCopy
 from kftrain.server.clock import count_finished, may_begin
-from kftrain.server.log import FrameLog, replay
-from kftrain.server.state import RECORDED, UNNUMBERED, ServerState
+from kftrain.server.state import RECORDED, ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -31,25 +29,17 @@ class Server:
     """Serves a state to everyone who knows the secret.
 
     Args:
-        state: A new state; the last snapshot and the log behind it are loaded into it first.
-        folder: Where snapshots and log lie.
+        state: What it serves.
         secret: What all processes of the run know.
         host: The address to listen on.
         port: The port; 0 picks a free one.
     """
 
-    def __init__(self, state: ServerState, folder: Path, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, state: ServerState, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
         self._state = state
-        self._folder = folder
         self._secret = secret
-        number = max(list_snapshots(folder), default=None)
-        if number is not None:
-            state.load_snapshot(folder / f"snapshot-{number}")
-        log_path = folder / f"frames-{number}.log"
-        for frame in replay(log_path):
-            state.apply(frame)
-        self._log = FrameLog(log_path)
-        self._readable_position = 0  # bytes of the log that have to be safe for what the tables hold to be read
+        self._copy: Chain | NoCopy = NoCopy()
+        self._readable_position = 0  # what the copy has to have for what the tables hold to be read
         self._changed = threading.Condition()
         self._is_stopped = False
         self._sockets: set[FrameSocket] = set()
@@ -75,12 +65,12 @@ class Server:
             return any(one in self._sockets and not one.is_over for one in self._connections.values())
 
     def stop(self) -> None:
-        """Close all connections and wait for the threads; the log holds everything that was acknowledged."""
+        """Close all connections and wait for the threads."""
         self._hang_up()
         for thread in self._threads:
             thread.join()
         self._listener.close()
-        self._log.close()
+        self._copy.close()
 
     def _hang_up(self) -> None:
         with self._changed:
@@ -131,8 +121,6 @@ class Server:
             yield self._begin_to_follow(frame, connection)
         elif frame.kind is FrameKind.PULL:
             yield from self._pull(frame)
-        elif frame.kind is FrameKind.SNAPSHOT:
-            yield self._write_snapshot(frame)
         elif frame.kind in RECORDED:
             answer = self._record(frame, connection)
             if answer is not None:
@@ -164,22 +152,22 @@ class Server:
             elif frame.kind is FrameKind.JOIN:
                 self._take_over()
                 self._connections[frame.worker] = connection
-            elif frame.kind not in UNNUMBERED and self._connections.get(frame.worker) is not connection:
+            elif self._connections.get(frame.worker) is not connection:
                 # What a dead process left in the network would else be taken for its successor's.
                 return self._refuse(frame, "the worker has another connection by now")
             if flaw := self._state.find_flaw(frame):
                 return self._refuse(frame, flaw)
-            # Logged before it is applied, under one lock: a replay applies the same frames in the same order.
-            # One that comes again may not have been synced the first time: its acknowledgement waits all the same.
-            log = self._log
-            position = log.position if self._state.is_old(frame) else log.append(frame)
+            # Under one lock with the state's own change: the copy applies the same frames in the same order.
+            # One that comes again may not have been there the first time: its acknowledgement waits all the same.
+            copy = self._copy
+            position = copy.position if self._state.is_old(frame) else copy.append(frame)
             self._state.apply(frame)
             if frame.kind is FrameKind.PUSH:
                 return None
             self._readable_position = position
             self._changed.notify_all()
             answer = self._describe_position(frame.worker)
-        log.sync(position)
+        copy.sync(position)
         return answer
 
     def _resume(self, frame: Frame, connection: FrameSocket) -> Frame:
@@ -188,7 +176,7 @@ class Server:
             if frame.worker in self._state.clocks:
                 self._connections[frame.worker] = connection
                 return self._describe_position(frame.worker)
-        return self._refuse(frame, "it has not joined, or was expelled")
+        return self._refuse(frame, "it has not joined")
 
     def _pull(self, frame: Frame) -> Iterator[Frame]:
         state = self._state
@@ -206,26 +194,15 @@ class Server:
                     return
                 self._take_over()
                 finished = count_finished(state.clocks) if state.clocks else frame.clock
-                log, position = self._log, self._readable_position
+                copy, position = self._copy, self._readable_position
                 if table.revision != revision:
                     numbers, revision = table.find(frame.keys), table.revision
                 weights = table.read(frame.keys[part], numbers[part]).reshape(-1)
-            # Nobody reads what a crash may take back: a later read would see an older row.
-            log.sync(position)
+            # Nobody reads what a server's end may take back: a later read would see an older row.
+            copy.sync(position)
             yield dataclasses.replace(
                 frame, kind=FrameKind.WEIGHTS, clock=finished, keys=NO_KEYS, values=weights, dim=table.spec.dim
             )
-
-    def _write_snapshot(self, frame: Frame) -> Frame:
-        with self._changed:
-            if not self._state.is_between_steps:
-                return self._refuse(frame, "a step is not over")
-            if frame.clock not in list_snapshots(self._folder):  # it may be asked for again after a lost connection
-                self._state.write_snapshot(self._folder / f"snapshot-{frame.clock}")
-                log, self._log = self._log, FrameLog(self._folder / f"frames-{frame.clock}.log")
-                self._readable_position = 0
-                log.close()
-        return Frame(FrameKind.POSITION, clock=frame.clock)
 
     def _describe_position(self, worker: int) -> Frame:
         sequence, clock = self._state.sequences[worker], self._state.clocks.get(worker, 0)
@@ -234,22 +211,3 @@ class Server:
     def _refuse(self, frame: Frame, flaw: str) -> Frame:
         logger.error("refused a %s of worker %d: %s", frame.kind.name, frame.worker, flaw)
         return Frame(FrameKind.REFUSAL, worker=frame.worker, keys=NO_KEYS)
-
-
-def list_snapshots(folder: Path) -> list[int]:
-    """List the numbers of a server's snapshots."""
-    return sorted(int(path.name.removeprefix("snapshot-")) for path in folder.glob("snapshot-*"))
-
-
-def rewind(folder: Path, number: int) -> None:
-    """Forget what came after a snapshot: the run goes back to the checkpoint of that number. No server may be running.
-
-    Raises CheckpointError if there is no such snapshot; nothing is forgotten then.
-    """
-    if number not in list_snapshots(folder):
-        raise CheckpointError("the server has no snapshot of this checkpoint", where=str(folder), value=number)
-    for later in list_snapshots(folder):
-        if later > number:
-            storage.remove(str(folder / f"snapshot-{later}"))
-    for path in folder.glob("frames-*.log"):
-        path.unlink()

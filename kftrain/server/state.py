@@ -1,30 +1,23 @@
-"""The state of one server as its record makes it: each change is a frame, and the same frames give the same state."""
+"""The state of one server: each change is a frame, and the same frames give the same state."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from kftrain.core import storage
 from kftrain.core.frames import Frame, FrameKeys, FrameKind, FrameValues
-from kftrain.errors import CheckpointError
 from kftrain.server.clock import count_finished
 from kftrain.server.table import RowTable
 
-UNNUMBERED = frozenset({FrameKind.JOIN, FrameKind.EXPEL})
-"""Frames without a sequence: applied twice, they do no more than once."""
-
-RECORDED = UNNUMBERED | {FrameKind.PUSH, FrameKind.FINISH, FrameKind.LEAVE}
+RECORDED = frozenset({FrameKind.JOIN, FrameKind.PUSH, FrameKind.FINISH})
 """Frames that change the state."""
 
 
 class ServerState:
-    """Tables, clocks of the living workers, and what each worker was last heard to have sent.
+    """Tables, clocks of the workers, and what each worker was last heard to have sent.
 
     Args:
         tables: The tables, by their numbers.
@@ -32,8 +25,8 @@ class ServerState:
             one update when the last worker has finished the step. Else what a worker pushed in a step is one update
             when it has finished the step.
 
-    Under every rule a worker's step is in the tables as a whole or not at all: of one who is expelled in the middle of
-    a step, or begins anew, nothing of that step stays, so that whoever does the step again does it once.
+    Under every rule a worker's step is in the tables as a whole or not at all: of one who begins anew in the middle of
+    a step nothing of that step stays, so that whoever does the step again does it once.
     """
 
     def __init__(self, tables: Sequence[RowTable], max_ahead: int | None) -> None:
@@ -45,7 +38,7 @@ class ServerState:
 
     def find_flaw(self, frame: Frame) -> str:
         """Describe why a frame cannot be applied; empty if it can, or was already."""
-        if frame.kind in UNNUMBERED or self.is_old(frame):
+        if frame.kind is FrameKind.JOIN or self.is_old(frame):  # a JOIN has no sequence, and does the same twice
             return ""
         if frame.worker not in self.clocks:
             return f"worker {frame.worker} has not joined"
@@ -59,26 +52,22 @@ class ServerState:
 
     def is_old(self, frame: Frame) -> bool:
         """Return True if a frame came before: it is sent again after a lost connection and changes nothing."""
-        return frame.kind not in UNNUMBERED and frame.sequence <= self.sequences[frame.worker]
+        return frame.kind is not FrameKind.JOIN and frame.sequence <= self.sequences[frame.worker]
 
     def apply(self, frame: Frame) -> None:
         """Apply a frame without a flaw; one that came before does nothing."""
         if self.is_old(frame):
             return
-        if frame.kind in UNNUMBERED:
+        if frame.kind is FrameKind.JOIN:
             self._drop_unfinished(frame.worker)
-        else:
-            self.sequences[frame.worker] = frame.sequence
+            self.clocks.setdefault(frame.worker, count_finished(self.clocks))
+            return
+        self.sequences[frame.worker] = frame.sequence
         if frame.kind is FrameKind.PUSH:
             # The clock is the step's, for a worker may push for the next step before the slowest has ended this one.
             self._waiting.append(dataclasses.replace(frame, clock=self.clocks[frame.worker]))
             return
-        if frame.kind is FrameKind.JOIN:
-            self.clocks.setdefault(frame.worker, count_finished(self.clocks))
-        elif frame.kind is FrameKind.FINISH:
-            self.clocks[frame.worker] += 1
-        else:
-            self.clocks.pop(frame.worker, None)
+        self.clocks[frame.worker] += 1
         self._update_finished_steps()
 
     def _drop_unfinished(self, worker: int) -> None:
@@ -111,37 +100,12 @@ class ServerState:
             table.update_in_parts(sum_pushes(frames, table.spec.dim))
 
     def _is_due(self, frame: Frame) -> bool:
-        clocks = self.clocks
-        if self.max_ahead == 0:  # the last worker has left where nobody lives: nobody will add to what it did
-            return not clocks or frame.clock < count_finished(clocks)
-        return frame.worker not in clocks or frame.clock < clocks[frame.worker]
+        return frame.clock < (count_finished(self.clocks) if self.max_ahead == 0 else self.clocks[frame.worker])
 
     @property
     def is_between_steps(self) -> bool:
         """True if no gradients wait for the end of a step."""
         return not self._waiting
-
-    def write_snapshot(self, folder: Path) -> None:
-        """Write everything into a new folder, which exists only when it is whole."""
-        assert self.is_between_steps, "a snapshot in the middle of a step"
-        with storage.new_folder(str(folder)) as new:
-            for number, table in enumerate(self.tables):
-                for name, rows in table.snapshot().items():
-                    np.save(new / f"{number}-{name}.npy", rows)
-            updates = [table.num_updates for table in self.tables]
-            workers = {"clocks": list(self.clocks.items()), "sequences": list(self.sequences.items())}
-            (new / "state.json").write_text(json.dumps({"schema": 1, "updates": updates, **workers}))
-
-    def load_snapshot(self, folder: Path) -> None:
-        """Take a snapshot into a new state. Raises CheckpointError if it is of other tables."""
-        document = storage.read_json(str(folder / "state.json"))
-        if document["schema"] != 1 or len(document["updates"]) != len(self.tables):
-            raise CheckpointError("a snapshot of other tables, or of another release", where=str(folder))
-        for number, (table, num_updates) in enumerate(zip(self.tables, document["updates"], strict=True)):
-            names = ("rows", "candidates")
-            table.load(num_updates, **{name: np.load(folder / f"{number}-{name}.npy") for name in names})
-        self.clocks.update(document["clocks"])
-        self.sequences.update(document["sequences"])
 
 
 def sum_pushes(frames: Sequence[Frame], dim: int) -> list[tuple[FrameKeys, FrameValues]]:

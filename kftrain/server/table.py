@@ -146,16 +146,12 @@ class RowTable:
         rows["last_use"] = self.num_updates
         self._rows.scatter(numbers, rows)
 
-    def snapshot(self) -> dict[str, NDArray[np.void]]:
-        """Copy rows and candidates. With `num_updates` they are the whole state."""
-        return {name: rows.copy() for name, rows in self.view().items()}
-
     def view(self) -> dict[str, NDArray[np.void]]:
-        """Return rows and candidates as they lie in memory, until the next update."""
+        """Return rows and candidates as they lie in memory, until the next update; the state, with `num_updates`."""
         return {"rows": self._rows.live, "candidates": self._candidates.live}
 
     def load(self, num_updates: int, rows: NDArray[np.void], candidates: NDArray[np.void]) -> None:
-        """Take a snapshot into an empty table."""
+        """Take what `view` has returned into an empty table."""
         assert not len(self), "there are rows already"
         self.num_updates = num_updates
         self._rows.put(rows)

@@ -122,7 +122,6 @@ class RemoteRows:
         server = self._config.server
         rules: dict[str, Any] = {"max_ahead": server.max_ahead, "encoding": RowEncoding[server.encoding.upper()]}
         rules |= {"noise_seed": self._config.run.seed, "first_step": first_step}
-        rules["may_return"] = server.copies > 1  # servers of a run keep no log, but a copy may stand in
         self._tables = RemoteTables(self._servers, dims, rank, self._secret, **rules)
         attach_tables(self._model, self._tables)
 

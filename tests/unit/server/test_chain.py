@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers.moving_servers import wait_for
 
 from kftrain.core.frames import Frame, FrameKind
 from kftrain.errors import RetryableError
@@ -13,7 +14,6 @@ from kftrain.remote_parameters.client import RemoteTables
 from kftrain.remote_parameters.link import ServerAddress
 from kftrain.server.chain import Chain
 from kftrain.server.optimizers import RowAdagrad
-from kftrain.server.process import NoLog
 from kftrain.server.server import Server
 from kftrain.server.state import ServerState
 from kftrain.server.table import RowTable, TableSpec
@@ -33,13 +33,11 @@ class Pair:
     """A server and its copy."""
 
     def __init__(self, folder):
-        self.servers = [Server(build_state(folder), folder, SECRET) for _ in range(2)]
+        self.servers = [Server(build_state(folder), SECRET) for _ in range(2)]
         self.first, self.copy = self.servers
         for server in (self.copy, self.first):
-            server._log.close()
             server.start()
-        self.first._log = Chain(*self.copy.address, SECRET, self.first._hang_up)
-        self.copy._log = NoLog()
+        self.first._copy = Chain(*self.copy.address, SECRET, self.first._hang_up)
         self.address = ServerAddress("s", *self.first.address, ServerAddress("s", *self.copy.address))
 
     def connect(self, worker):
@@ -76,7 +74,7 @@ def expected_rows(folder):
 
 
 def sort_rows(state):
-    rows = state.tables[0].snapshot()["rows"]
+    rows = state.tables[0].view()["rows"]
     return rows[np.argsort(rows["key"])]
 
 
@@ -170,3 +168,31 @@ def test_a_copy_that_lacks_acknowledged_steps_is_not_trained_on(pair):
     with pytest.raises(RetryableError, match="lacks what was acknowledged"):
         tables.finish_step()
     tables.close()
+
+
+def test_nobody_reads_what_a_servers_end_may_take_back(pair, monkeypatch):
+    writer, reader = pair.connect(0), pair.connect(1)
+    keys, gradients = draw_push(0, 0)
+    before = reader.pull("ids", keys)
+    may_apply, record = threading.Event(), pair.copy._record
+
+    def record_late(frame, connection):
+        may_apply.wait(20)
+        return record(frame, connection)
+
+    monkeypatch.setattr(pair.copy, "_record", record_late)
+    for worker in (reader, writer):
+        worker.push("ids", keys, gradients)
+    threads = [threading.Thread(target=one.finish_step) for one in (writer, reader)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: min(pair.first._state.clocks.values()) == 1)
+    read = reader._reader.submit(reader._read, 0, "ids", keys, 1)
+    time.sleep(0.2)
+    assert not read.done() and all(thread.is_alive() for thread in threads)
+    may_apply.set()
+    assert (read.result(20) != before).all()
+    for thread in threads:
+        thread.join(20)
+    for worker in (writer, reader):
+        worker.close()

@@ -1,9 +1,10 @@
-"""Seeded histories of power cuts, deaths, lost connections, joins and leaves: each finished step is in the table once.
+"""Seeded histories of deaths, lost connections, joins and leaves: each finished step is in the table once.
 
 Weights begin at zero and only grow, by whole numbers, so that a float32 sum shows one lost or repeated push whatever
 the order, and an older row that is read after a newer one shows as a smaller number.
 """
 
+import contextlib
 import multiprocessing
 import random
 import threading
@@ -18,6 +19,7 @@ from kftrain.core.frames import Frame, FrameKind
 from kftrain.errors import KftrainError
 from kftrain.remote_parameters.client import RemoteTables
 from kftrain.remote_parameters.link import ServerAddress
+from kftrain.server.chain import Chain
 from kftrain.server.optimizers import RowSgd
 from kftrain.server.server import Server
 from kftrain.server.state import ServerState
@@ -35,42 +37,33 @@ NUM_PROCESSES = 8
 """Histories at a time: they wait most of the time."""
 
 
-class CuttableServer:
-    """A server whose power can be cut: of what it has not synced, its log keeps a part that chance decides."""
+class Pair:
+    """A server and its copy, one of which may die."""
 
-    def __init__(self, folder, max_ahead, chance):
-        self._folder = folder
-        self._max_ahead = max_ahead
-        self._chance = chance
-        folder.mkdir()
-        self._server = self._start(0)
-        self.address = ServerAddress(folder.name, *self._server.address)
-
-    def _start(self, port):
+    def __init__(self, folder, number, max_ahead):
         spec = TableSpec("t", 2, 1, initial="uniform", initial_scale=0.0)
-        state = ServerState([RowTable(spec, RowSgd(-1.0), self._folder)], self._max_ahead)
-        server = Server(state, self._folder, SECRET, port=port)
-        server.start()
-        return server
+        states = [ServerState([RowTable(spec, RowSgd(-1.0), folder)], max_ahead) for _ in range(2)]
+        self._living = self._first, self._copy = [Server(state, SECRET) for state in states]
+        for server in (self._copy, self._first):
+            server.start()
+        self._first._copy = Chain(*self._copy.address, SECRET, self._first._hang_up)
+        self.address = ServerAddress(f"s{number}", *self._first.address, ServerAddress("c", *self._copy.address))
 
-    def cut_power(self):
-        log = self._server._log
-        with log._changed:  # from now on nobody gets an acknowledgement
-            log._error = OSError("no power")
-            num_safe_bytes = log._num_synced_bytes
-            log._changed.notify_all()
-        self._server.stop()
-        (path,) = self._folder.glob("frames-*.log")
-        with path.open("r+b") as file:
-            file.truncate(self._chance.randint(num_safe_bytes, max(num_safe_bytes, path.stat().st_size)))
-        self._server = self._start(self.address.port)
+    def kill(self, chance):
+        """End the server, or its copy, in the middle of what it does."""
+        if len(self._living) == 2 and not self._copy._has_taken_over:  # else one alone has it all
+            self._living.remove(victim := chance.choice(self._living))
+            victim.stop()
 
-    def drop_connections(self):
-        for connection in list(self._server._sockets):
+    def drop_connections(self, chance):
+        """Drop what workers, or the two among themselves, have open."""
+        for connection in list(chance.choice(self._living)._sockets):
             connection.close()
 
     def stop(self):
-        self._server.stop()
+        for server in self._living:
+            with contextlib.suppress(OSError):
+                server.stop()
 
 
 def draw_push(seed, worker, step):
@@ -107,7 +100,7 @@ def work(servers, worker, seed, max_ahead, reads):
 def run_history(folder, seed):
     chance = random.Random(seed)
     max_ahead = RULES[seed % len(RULES)]
-    servers = [CuttableServer(folder / f"s{number}", max_ahead, chance) for number in range(1 + seed % 2)]
+    servers = [Pair(folder, number, max_ahead) for number in range(1 + seed % 2)]
     reads = [[] for _ in range(NUM_WORKERS)]
     ends = [None] * NUM_WORKERS
     # All are there before any begins: a worker that comes later begins where the slowest is.
@@ -122,7 +115,7 @@ def run_history(folder, seed):
         thread.start()
     for _ in range(4):
         time.sleep(0.03 * chance.random())
-        getattr(chance.choice(servers), chance.choice(["cut_power", "cut_power", "drop_connections"]))()
+        getattr(chance.choice(servers), chance.choice(["kill", "drop_connections"]))(chance)
     for thread in threads:
         thread.join(60)
     assert None not in ends, f"seed {seed}: a worker waits for ever, or failed"

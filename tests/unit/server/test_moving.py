@@ -261,19 +261,19 @@ def test_rows_of_an_earlier_change_do_not_take_the_place_of_newer_ones(joined):
     servers, _ = joined
     ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=2))
     state = servers.servers[1]._state
-    rows = state.tables[0].snapshot()["rows"]
+    rows = state.tables[0].view()["rows"].copy()
     older = rows.copy()
     older["numbers"] -= 1
     for late in (pack_rows(0, older, False, 1), Frame(FrameKind.CLOCKS, 1, clock=1, keys=np.array([9, 0, 9]))):
         with pytest.raises(RetryableError):
             ask(servers, 1, late)
-    assert state.tables[0].snapshot()["rows"].tobytes() == rows.tobytes() and not state.clocks
+    assert state.tables[0].view()["rows"].copy().tobytes() == rows.tobytes() and not state.clocks
 
 
 def test_rows_of_a_change_that_is_over_are_not_taken(joined):
     servers, count_copied = joined
     ask(servers, 0, Frame(FrameKind.MOVE, 2, clock=2))
-    late = pack_rows(0, servers.servers[1]._state.tables[0].snapshot()["rows"], False, 2)
+    late = pack_rows(0, servers.servers[1]._state.tables[0].view()["rows"].copy(), False, 2)
     ask(servers, 1, Frame(FrameKind.SETTLE, clock=2))
     with pytest.raises(RetryableError):
         ask(servers, 1, late)

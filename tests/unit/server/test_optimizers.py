@@ -74,8 +74,8 @@ def test_lazily_decayed_moments_are_those_of_dense_adam(tmp_path):
         weight.grad = torch.zeros(40, 5)
         weight.grad[some] = torch.from_numpy(gradients)
         optimizer.step()
-    order = np.argsort(table.snapshot()["rows"]["key"])
-    numbers = table.snapshot()["rows"]["numbers"][order]
+    order = np.argsort(table.view()["rows"]["key"])
+    numbers = table.view()["rows"]["numbers"][order]
     touched = np.isin(keys, some)
     state = optimizer.state[weight]
     np.testing.assert_allclose(numbers[touched, 5:10], state["exp_avg"][touched], rtol=1e-4, atol=1e-6)

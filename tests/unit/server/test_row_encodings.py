@@ -122,7 +122,7 @@ def connect(tmp_path):
     def build(encoding):
         folder = tmp_path / str(len(servers))
         folder.mkdir()
-        server = Server(ServerState([RowTable(TableSpec("t", DIM, 0), RowSgd(1.0), folder)], 0), folder, SECRET)
+        server = Server(ServerState([RowTable(TableSpec("t", DIM, 0), RowSgd(1.0), folder)], 0), SECRET)
         server.start()
         servers.append(server)
         clients.append(RemoteTables([ServerAddress("s", *server.address)], {"t": DIM}, 0, SECRET, encoding=encoding))

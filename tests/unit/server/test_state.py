@@ -74,48 +74,17 @@ def test_what_cannot_be_applied_is_named(tmp_path, frame, flaw):
     assert flaw in make_state(tmp_path).find_flaw(frame)
 
 
-def test_what_a_worker_pushed_before_it_left_counts_in_its_step(tmp_path):
-    state = make_state(tmp_path)
-    before = state.tables[0].read(KEYS)
-    for worker in range(2):
-        state.apply(Frame(FrameKind.PUSH, 0, worker, 1, keys=KEYS, values=np.ones(40, np.float32)))
-    state.apply(Frame(FrameKind.FINISH, 0, 0, 2))
-    assert np.array_equal(state.tables[0].read(KEYS), before)
-    state.apply(Frame(FrameKind.LEAVE, 0, 1, 2))
-    np.testing.assert_allclose(before - state.tables[0].read(KEYS), 0.2, atol=1e-6)
-    assert state.tables[0].num_updates == 1 and state.clocks == {0: 1}
-
-
-@pytest.mark.parametrize("kind", [FrameKind.EXPEL, FrameKind.JOIN])
-def test_what_a_dead_worker_pushed_in_a_step_that_it_did_not_finish_is_dropped(tmp_path, kind):
-    state = make_state(tmp_path)
-    before = state.tables[0].read(KEYS)
-    push = Frame(FrameKind.PUSH, 0, 1, 1, keys=KEYS, values=np.ones(40, np.float32))
-    state.apply(push)
-    state.apply(Frame(FrameKind.PUSH, sequence=1, keys=KEYS, values=np.ones(40, np.float32)))
-    state.apply(Frame(FrameKind.FINISH, sequence=2))
-    state.apply(Frame(kind, worker=1))
-    if kind is FrameKind.JOIN:  # its successor does the step again
-        state.apply(Frame(FrameKind.PUSH, 0, 1, 2, keys=KEYS, values=2 * push.values))
-        state.apply(Frame(FrameKind.FINISH, 0, 1, 3))
-    moved = 0.1 if kind is FrameKind.EXPEL else 0.3
-    np.testing.assert_allclose(before - state.tables[0].read(KEYS), moved, atol=1e-6)
-
-
 @pytest.mark.parametrize("max_ahead", [0, 2, None])
-@pytest.mark.parametrize("kind", [FrameKind.EXPEL, FrameKind.JOIN])
-def test_a_step_is_in_the_table_as_a_whole_or_not_at_all_under_every_rule(tmp_path, max_ahead, kind):
+def test_what_a_dead_worker_pushed_in_a_step_that_it_did_not_finish_is_dropped(tmp_path, max_ahead):
     state = make_state(tmp_path, max_ahead)
     before = state.tables[0].read(KEYS)
     state.apply(Frame(FrameKind.PUSH, 0, 1, 1, keys=KEYS, values=np.ones(40, np.float32)))
     assert np.array_equal(state.tables[0].read(KEYS), before)
-    state.apply(Frame(kind, worker=1))
+    state.apply(Frame(FrameKind.JOIN, worker=1))
     state.apply(Frame(FrameKind.FINISH, sequence=1))
-    if kind is FrameKind.JOIN:
-        for sequence, keys in ((2, KEYS), (3, KEYS[:10])):
-            frame = Frame(FrameKind.PUSH, 0, 1, sequence, keys=keys, values=np.ones(2 * len(keys), np.float32))
-            state.apply(frame)
-        state.apply(Frame(FrameKind.FINISH, 0, 1, 4))
-        assert state.tables[0].num_updates == 1
-    moved = np.where(KEYS < 10, 0.2, 0.1) * (kind is FrameKind.JOIN)
+    for sequence, keys in ((2, KEYS), (3, KEYS[:10])):  # its successor does the step again
+        state.apply(Frame(FrameKind.PUSH, 0, 1, sequence, keys=keys, values=np.ones(2 * len(keys), np.float32)))
+    state.apply(Frame(FrameKind.FINISH, 0, 1, 4))
+    assert state.tables[0].num_updates == 1
+    moved = np.where(KEYS < 10, 0.2, 0.1)
     np.testing.assert_allclose((before - state.tables[0].read(KEYS)).mean(1), moved, atol=1e-6)

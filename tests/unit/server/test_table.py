@@ -123,14 +123,14 @@ def test_a_table_is_a_dict_of_rows(tmp_path_factory, updates, num_sightings, exp
     assert table.read_versions(everything).tolist() == [rows.get(key, (0, 0))[1] for key in everything.tolist()]
 
 
-def test_a_snapshot_goes_on_as_the_table_would_have(tmp_path):
+def test_a_table_that_is_read_back_goes_on_as_the_table_would_have(tmp_path):
     tables = [make_table(tmp_path, RowAdagrad(0.1), num_sightings=2, expiry_steps=32) for _ in range(2)]
     rng = np.random.default_rng(0)
     for step in range(60):
         keys = np.unique(rng.integers(0, 3000, 200))
         gradients = rng.standard_normal((len(keys), 3)).astype(np.float32)
         if step == 30:
-            tables[1].load(tables[0].num_updates, **tables[0].snapshot())
+            tables[1].load(tables[0].num_updates, **tables[0].view())
         for table in tables[: 1 if step < 30 else 2]:
             table.update(keys, gradients)
     keys = np.arange(3000)
