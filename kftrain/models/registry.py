@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "click_network": "kftrain.models.click_network:ClickNetwork",
     "mixture_of_experts": "kftrain.models.mixture_of_experts:MixtureOfExperts",
+    "skip_gram_network": "kftrain.models.skip_gram_network:SkipGramNetwork",
     "transformer": "kftrain.models.transformer:Transformer",
     "vision_transformer": "kftrain.models.vision_transformer:VisionTransformer",
 }

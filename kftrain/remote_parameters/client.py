@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -15,9 +14,6 @@ from kftrain.core.row_encodings import RowEncoding, round_up_or_down
 from kftrain.remote_parameters.link import Link, ServerAddress
 
 PATIENCE_SECONDS = 60.0
-
-CURRENT_LANE = 0
-AHEAD_LANE = 1
 
 
 class RemoteTables:
@@ -60,11 +56,8 @@ class RemoteTables:
         self._worker = worker
         self._secret = secret
         self._patience_seconds = patience_seconds
-        self._reads_ahead: dict[str, tuple[FrameKeys, Future[FrameValues]]] = {}
         self._links: list[Link] = []
         self.switch(servers)
-        # A thread of its own reads ahead, so that the rows of the next step come while this one is computed.
-        self._reader = ThreadPoolExecutor(1, "remote-tables")
 
     @property
     def clock(self) -> int:
@@ -78,8 +71,6 @@ class RemoteTables:
 
     def switch(self, servers: Sequence[ServerAddress]) -> None:
         """Go on with these servers: all workers have finished the same step, and none has begun another one."""
-        for _, read in self._reads_ahead.values():
-            read.exception()  # it ends, with rows that nobody will change before they are wanted
         known = {link.address.name: link for link in self._links}
         ours = (self._worker, self._secret, self._patience_seconds)
         self._links = [known.pop(server.name) if server.name in known else Link(server, *ours) for server in servers]
@@ -89,16 +80,21 @@ class RemoteTables:
 
     def pull(self, table: str, keys: FrameKeys) -> FrameValues:
         """Read the weights (keys, dim) for this step; waits where the clock rule says so."""
-        if table in self._reads_ahead:
-            asked_keys, future = self._reads_ahead.pop(table)
-            if np.array_equal(asked_keys, keys):
-                return future.result()
-        return self._read(CURRENT_LANE, table, keys, self.clock)
-
-    def pull_ahead(self, table: str, keys: FrameKeys) -> None:
-        """Ask for what the next step will pull; it is as new as the clock rule asks of that step."""
-        keys = keys.copy()
-        self._reads_ahead[table] = (keys, self._reader.submit(self._read, AHEAD_LANE, table, keys, self.clock + 1))
+        clock, dim = self.clock, self._dims[table]
+        weights = np.empty((len(keys), dim), np.float32)
+        requests = []
+        for link, places in self._split_by_owner(keys):
+            frame = dataclasses.replace(self._build_frame(FrameKind.PULL, table), clock=clock, keys=keys[places])
+            if frame.keys.size:
+                link.start_read(frame)
+                requests.append((link, places, frame))
+        for link, places, frame in requests:
+            is_whole = isinstance(places, slice)
+            owned_weights = weights if is_whole else np.empty((frame.keys.size, dim), np.float32)
+            self._note_staleness(clock, link.finish_read(frame, owned_weights))
+            if not is_whole:
+                weights[places] = owned_weights
+        return weights
 
     def push(self, table: str, keys: FrameKeys, gradients: FrameValues) -> None:
         """Send gradients (keys, dim) of distinct keys, to be applied once; leave both alone until `finish_step`."""
@@ -126,24 +122,6 @@ class RemoteTables:
         """Close the connections; the servers still count on this worker."""
         for link in self._links:
             link.close()
-        self._reader.shutdown(cancel_futures=True)
-
-    def _read(self, lane: int, table: str, keys: FrameKeys, clock: int) -> FrameValues:
-        dim = self._dims[table]
-        weights = np.empty((len(keys), dim), np.float32)
-        requests = []
-        for link, places in self._split_by_owner(keys):
-            frame = dataclasses.replace(self._build_frame(FrameKind.PULL, table), clock=clock, keys=keys[places])
-            if frame.keys.size:
-                link.start_read(lane, frame)
-                requests.append((link, places, frame))
-        for link, places, frame in requests:
-            is_whole = isinstance(places, slice)
-            owned_weights = weights if is_whole else np.empty((frame.keys.size, dim), np.float32)
-            self._note_staleness(clock, link.finish_read(lane, frame, owned_weights))
-            if not is_whole:
-                weights[places] = owned_weights
-        return weights
 
     def take_staleness(self) -> Counter[int]:
         """Return `staleness` since the last time that somebody asked."""

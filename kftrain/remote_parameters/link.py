@@ -32,9 +32,8 @@ class ServerAddress:
 class Link:
     """The connections of one worker to one server: for what it changes, and for what it reads, which may wait.
 
-    Changes are made by one thread. Reads have two lanes, each for one thread, because a read for the next step waits
-    while this step may read on. `patience_seconds`: how long a server may be away. One whose process is gone, without
-    a copy, is waited for no longer: it would not come back with what it knew.
+    `patience_seconds`: how long a server may be away. One whose process is gone, without a copy, is waited for no
+    longer: it would not come back with what it knew.
     """
 
     def __init__(self, address: ServerAddress, worker: int, secret: bytes, patience_seconds: float) -> None:
@@ -43,7 +42,7 @@ class Link:
         self._secret = secret
         self._patience_seconds = patience_seconds
         self._changes: FrameSocket | None = None
-        self._reads: list[FrameSocket | None] = [None, None]
+        self._reads: FrameSocket | None = None
         self._unacknowledged: list[Frame] = []
         self._is_closed = False
         self._has_joined = False
@@ -73,25 +72,25 @@ class Link:
         self._acknowledged_sequence = position.sequence
         self.clock = position.clock
 
-    def start_read(self, lane: int, frame: Frame) -> None:
+    def start_read(self, frame: Frame) -> None:
         """Ask for weights; `finish_read` takes them."""
-        if (connection := self._reads[lane]) is not None:
+        if self._reads is not None:
             try:
-                connection.send(frame)
+                self._reads.send(frame)
             except LostPeerError:
-                self._reads[lane] = None
+                self._reads = None
 
-    def finish_read(self, lane: int, frame: Frame, weights: FrameValues) -> int:
+    def finish_read(self, frame: Frame, weights: FrameValues) -> int:
         """Put the answer to the frame of `start_read` into `weights` (keys, dim).
 
         Returns how many steps all workers had finished at the oldest of its parts.
         """
-        return self._persist(lambda: self._receive_weights(lane, frame, weights))
+        return self._persist(lambda: self._receive_weights(frame, weights))
 
     def close(self) -> None:
         """Close the connections; a read that waits raises LostPeerError."""
         self._is_closed = True
-        for connection in (self._changes, *self._reads):
+        for connection in (self._changes, self._reads):
             if connection is not None:
                 connection.close()
 
@@ -151,12 +150,11 @@ class Link:
             self._changes = None
             raise
 
-    def _receive_weights(self, lane: int, frame: Frame, weights: FrameValues) -> int:
-        connection = self._reads[lane]
-        if connection is None:
+    def _receive_weights(self, frame: Frame, weights: FrameValues) -> int:
+        if (connection := self._reads) is None:
             connection = self._connect()
             connection.send(frame)
-            self._reads[lane] = connection
+            self._reads = connection
         try:
             finished = []
             for part in split_rows(*weights.shape):
@@ -166,7 +164,7 @@ class Link:
                 finished.append(answer.clock)
             return min(finished)
         except LostPeerError:
-            self._reads[lane] = None
+            self._reads = None
             raise
 
     def _require_answer(self, connection: FrameSocket, kind: FrameKind, memory: FrameValues | None = None) -> Frame:

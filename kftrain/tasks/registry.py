@@ -18,6 +18,7 @@ BUILT_IN = {
     "click_prediction": "kftrain.tasks.click_prediction:ClickPrediction",
     "language_modeling": "kftrain.tasks.language_modeling:LanguageModeling",
     "image_classification": "kftrain.tasks.image_classification:ImageClassification",
+    "skip_gram": "kftrain.tasks.skip_gram:SkipGram",
 }
 """Kind -> `module:attr`, imported when it is built."""
 

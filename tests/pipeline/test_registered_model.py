@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import jobs
@@ -97,3 +98,14 @@ def test_the_image_classifier_answers_with_class_probabilities_on_sqlite(tmp_pat
     assert all(sum(row) == pytest.approx(1.0, abs=1e-5) for row in rows)
     hits = sum(row.index(max(row)) == record.fields["label"] for row, record in zip(rows, records, strict=True))
     assert hits / len(records) == pytest.approx(evaluation_of(paths).metrics["accuracy"].value)
+
+
+def test_the_vectors_of_names_answer_from_the_tables_of_two_servers(tmp_path):
+    text = (Path(__file__).parents[2] / "examples" / "identifiers.yaml").read_text()
+    paths = run_pipeline(tmp_path, text, "train.steps=200", "evaluate.interval_steps=0", "optimizer.warmup_steps=5")
+    near, far = ("self", "def"), ("self", "never_seen_before")
+    inputs = {"identifier": [near[0], far[0]], "other": [near[1], far[1]]}
+    answer = predict(f"sqlite:///{tmp_path}/mlflow.db", "identifiers", inputs, tmp_path / "elsewhere")
+    assert answer["log_odds"][0] > answer["log_odds"][1] + 0.5
+    metrics = evaluation_of(paths).metrics
+    assert metrics["reciprocal_rank"].value > 0.6

@@ -56,7 +56,7 @@ def test_a_users_class_or_function_is_called_with_arguments_and_options():
             ModelConfig(kind="zzz"),
             TEXT,
             "model.kind",
-            "known: click_network, mixture_of_experts, transformer, vision",
+            "known: click_network, mixture_of_experts, skip_gram_network, transformer",
         ),
         (ModelConfig(num_layer=2), TEXT, "model.num_layer", "did you mean 'num_layers'?"),
         (ModelConfig(dim=0), TEXT, "model.dim", "greater than or equal to 1"),

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -187,7 +188,7 @@ def test_nobody_reads_what_a_servers_end_may_take_back(pair, monkeypatch):
     for thread in threads:
         thread.start()
     wait_for(lambda: min(pair.first._state.clocks.values()) == 1)
-    read = reader._reader.submit(reader._read, 0, "ids", keys, 1)
+    read = ThreadPoolExecutor(1).submit(reader.pull, "ids", keys)
     time.sleep(0.2)
     assert not read.done() and all(thread.is_alive() for thread in threads)
     may_apply.set()

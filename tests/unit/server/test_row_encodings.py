@@ -147,7 +147,7 @@ def train(tables, num_steps):
 
 def count_tcp_bytes(tables):
     """Bytes that the kernel has sent and received over all connections: tcpi_bytes_acked and tcpi_bytes_received."""
-    connections = [tables._links[0]._changes, *tables._links[0]._reads]
+    connections = [tables._links[0]._changes, tables._links[0]._reads]
     infos = [one._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for one in connections if one]
     return sum(sum(struct.unpack_from("<QQ", info, 120)) for info in infos)
 

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -179,19 +180,6 @@ def test_bulk_synchronous_workers_read_the_same_bits_whoever_is_first(start):
         client.close()
 
 
-def test_what_is_pulled_ahead_is_what_the_next_step_reads(start):
-    tables = start().connect()
-    for step in range(4):
-        assert np.array_equal(tables.pull("ids", KEYS), sum_steps(1, step))
-        tables.push("ids", *draw_gradient(0, step))
-        tables.pull_ahead("ids", KEYS)
-        tables.finish_step()
-    tables.pull_ahead("ids", KEYS[:3])  # asked for, and then something else is wanted
-    assert np.array_equal(tables.pull("ids", KEYS), sum_steps(1, 4))
-    tables.finish_step()
-    tables.close()
-
-
 @pytest.mark.parametrize("max_ahead", [0, 2])
 def test_a_worker_waits_for_the_slowest(start, max_ahead):
     servers = start(max_ahead=max_ahead)
@@ -200,7 +188,7 @@ def test_a_worker_waits_for_the_slowest(start, max_ahead):
         fast.pull("ids", KEYS)
         fast.push("ids", *draw_gradient(0, step))
         fast.finish_step()
-    waits = fast._reader.submit(fast._read, 0, "ids", KEYS, fast.clock)
+    waits = ThreadPoolExecutor(1).submit(fast.pull, "ids", KEYS)
     time.sleep(0.2)
     assert not waits.done()
     slow.finish_step()
