@@ -110,7 +110,7 @@ def kfp_steps(kfp_namespace, compiled):
         yield found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def settings(namespace, images, mlflow_uri):
     """Overrides of a small training on the cluster, by key."""
     return {

@@ -1,13 +1,19 @@
-"""`examples/clicks.yaml`, smaller, as a JobSet of a real cluster: pods of both roles go, and no update is lost."""
+"""`examples/clicks.yaml`, smaller, as a JobSet of a real cluster: whatever goes, no update is lost."""
 
 import io
+import json
+import os
 import secrets
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from e2e.commands import kftrain, running
 from e2e.namespace import wait_until
+from helpers import clicks
 from helpers.jobs import losses
 
 from kftrain.core import storage
@@ -48,9 +54,32 @@ def secret(namespace):
     return value
 
 
+PREDICT = """
+import json, sys, mlflow, pandas
+rows = pandas.DataFrame({"ids": json.loads(sys.argv[1])})
+answer = mlflow.pyfunc.load_model("models:/clicks@champion").predict(rows)
+print(json.dumps(answer["probability"].tolist()))
+"""
+
+
+def options(settings, **more):
+    pairs = {**settings, **SMALL, **more}
+    return ["--config", EXAMPLE, *(part for key, value in pairs.items() for part in ("--set", f"{key}={value}"))]
+
+
 def prepare(settings, folder):
-    overrides = (part for key, value in {**settings, **SMALL}.items() for part in ("--set", f"{key}={value}"))
-    return kftrain("shard", "--config", EXAMPLE, *overrides, folder=folder)["run_uri"]
+    return kftrain("shard", *options(settings), folder=folder)["run_uri"]
+
+
+@pytest.fixture(scope="module")
+def whole(settings, secret, tmp_path_factory):
+    """A run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        run_uri = prepare(settings, folder)
+        kftrain("train", run_uri, folder=folder)
+    return run_uri
 
 
 def find_pod(namespace, run_uri, role, number):
@@ -71,11 +100,10 @@ def read_rows(run_uri):
 
 
 def test_a_run_that_loses_pods_of_both_roles_has_the_tables_of_one_that_does_not(
-    settings, namespace, secret, monkeypatch, tmp_path
+    settings, namespace, secret, whole, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    whole, run_uri = prepare(settings, tmp_path), prepare(settings, tmp_path)
-    kftrain("train", whole, folder=tmp_path)
+    run_uri = prepare(settings, tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
         command.wait_for("checkpoint at step 200 committed", 300)
         namespace.delete_pod(find_pod(namespace, run_uri, "worker", 1), grace_seconds=0)
@@ -89,4 +117,30 @@ def test_a_run_that_loses_pods_of_both_roles_has_the_tables_of_one_that_does_not
     assert attempts.find_last_attempt(RunPaths(run_uri)) == 3
     assert len(read_rows(run_uri)) and read_rows(run_uri).tobytes() == read_rows(whole).tobytes()
     assert secret not in command.output
+    wait_until(lambda: not namespace.pods(), 120, "the end of the pods")
+
+
+def test_a_run_that_is_stopped_goes_on_with_one_server_more_is_registered_and_answers(
+    settings, namespace, secret, whole, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    one = options(settings, **{"server.num_servers": 1, "evaluate.num_bootstrap": 100})
+    with running("run", *one, folder=tmp_path) as command:
+        line = command.wait_for("checkpoint at step 400 committed", 600)
+        run_uri = command.wait_for("run clicks").split(" in ")[1].split()[0]
+        command.process.send_signal(signal.SIGTERM)
+        command.process.wait(300)
+    assert line and documents.read_if_exists(Completion, RunPaths(run_uri).complete) is None
+    more = ["--set", "server.num_servers=2", "--set", "launch.kubernetes.cpu=200m"]
+    with running("run", "--resume", run_uri, *more, folder=tmp_path) as command:
+        command.finish(seconds=900)
+    assert sorted(losses(RunPaths(run_uri))) == list(range(1, STEPS + 1))
+    assert len(read_rows(run_uri)) and read_rows(run_uri).tobytes() == read_rows(whole).tobytes()
+    ids = [record.fields["ids"].tolist() for record, _ in zip(clicks.records(), range(5), strict=False)]
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": settings["tracking.uri"]}
+    command = [sys.executable, "-P", "-c", PREDICT, json.dumps([*ids, [1, 2, 3]])]  # nobody has seen the last ones
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert len(answer) == 6 and all(0 < one < 1 for one in answer) and len(set(answer)) == 6
     wait_until(lambda: not namespace.pods(), 120, "the end of the pods")

@@ -7,9 +7,9 @@ code=0 PODS='pytorchjob or trainjob or jobset or rayjob'
 
 suite() { make e2e E2E="tests/launchers --record --dist loadscope -n $1 -k '$2' -m '$3'" || code=1; }
 install_slurm() {
-  command -v slurmctld && command -v munged && command -v slurmdbd && command -v mariadbd && return
+  command -v slurmctld && command -v munged && command -v slurmdbd && command -v mariadbd && command -v sshd && return
   apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm slurmdbd munge mariadb-server
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm slurmdbd munge mariadb-server openssh-server
 }
 
 # Makes the cluster and breaks it: most of that is waiting, so that it goes on beside what needs no cluster.
