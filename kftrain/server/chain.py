@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from kftrain.core.frames import Frame, FrameKind, FrameSocket
-from kftrain.errors import ConfigError, LostPeerError, StorageError
+from kftrain.errors import ConfigError, KftrainError, LostPeerError, StorageError
 
 CONNECT_SECONDS = 2.0
+
+RETRY_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -111,22 +114,30 @@ class Chain:
             self._changed.notify_all()
 
     def _connect_again(self) -> None:
-        if self._is_closed:
-            return
-        try:
-            connection = self._follow()
-        except (LostPeerError, ConfigError) as error:
-            logger.warning("goes on without its copy: %s", error)
-            with self._changed:
-                self._is_alone = True
-                self._unacknowledged.clear()
-                self._changed.notify_all()
-        except StorageError as error:
-            self._end(error)
-        else:
-            with self._changed:  # what came is known by its sequence, and does nothing the second time
-                self._connection, self._num_sent = connection, 0
-                self._changed.notify_all()
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while not self._is_closed:
+            try:
+                connection = self._follow()
+            except (LostPeerError, ConfigError) as error:
+                is_gone = isinstance(error.__cause__, ConnectionRefusedError)
+                if is_gone or time.monotonic() > deadline:
+                    self._go_on_alone(error)
+                    return
+                time.sleep(RETRY_SECONDS)
+            except StorageError as error:
+                self._end(error)
+            else:
+                with self._changed:  # what came is known by its sequence, and does nothing the second time
+                    self._connection, self._num_sent = connection, 0
+                    self._changed.notify_all()
+                return
+
+    def _go_on_alone(self, error: KftrainError) -> None:
+        logger.warning("goes on without its copy: %s", error)
+        with self._changed:
+            self._is_alone = True
+            self._unacknowledged.clear()
+            self._changed.notify_all()
 
     def _end(self, error: StorageError) -> None:
         logger.warning("serves nobody any more: %s", error)
