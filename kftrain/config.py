@@ -142,6 +142,8 @@ class Config(Section):
         if odd:
             value = attrgetter(odd[0])(self)
             raise ValueError(f"{odd[0]} must not be {value} with parallel.islands: no test has shown what comes of it")
+        if self.train.outer.num_fragments > 1 and self.server.num_servers:
+            raise ValueError("train.outer.num_fragments must be 1 with servers: they keep rounds of all parameters")
         if self.train.outer.quorum:
             self._require_quorum_fits()
 

@@ -222,9 +222,31 @@ MUTANTS = [
     Mutant(
         "an outer gradient has the wrong sign",
         "kftrain/train/islands.py",
-        "self._outer - self._flatten(self._weights)",
-        "self._flatten(self._weights) - self._outer",
+        "self._outer[part] - weights[part]",
+        "weights[part] - self._outer[part]",
         "tests/distributed/test_parity_islands.py -k bare_loop",
+    ),
+    Mutant(
+        "all fragments have their turn at the same time",
+        "kftrain/train/islands.py",
+        "    if num_steps == train.steps:\n        return list(range(num_fragments))\n",
+        "    if num_steps % train.outer.steps == 0 or num_steps == train.steps:\n"
+        "        return list(range(num_fragments))\n    if num_fragments > 1:\n        return []\n",
+        "tests/distributed/test_parity_islands.py -k 'bare_loop and fragments'",
+    ),
+    Mutant(
+        "fragments are cut by the numbers that a process has",
+        "kftrain/train/islands.py",
+        "cut_fragments(sizes, self._sizes,",
+        "cut_fragments(self._sizes[::-1], self._sizes,",
+        "tests/distributed/test_parity_islands.py -k 'bare_loop and fragments'",
+    ),
+    Mutant(
+        "an island goes on with outer parameters whose turn has not come",
+        "kftrain/train/islands.py",
+        "                weights[part] = self._outer[part]\n",
+        "                weights[:] = self._outer\n",
+        "tests/distributed/test_parity_islands.py -k 'bare_loop and fragments'",
     ),
     Mutant(
         "islands exchange a step too late",

@@ -163,6 +163,9 @@ class OuterConfig(Section):
 
     steps: ChangesSince03[Count] = 100
     """Steps that an island takes alone between two exchanges; there is one after the last step of all, too."""
+    num_fragments: ChangesSince03[Count] = 1
+    """Parts of the parameters that are exchanged at different times, each every `steps` steps and after the last one:
+    an exchange then is so many times shorter."""
     optimizer: ChangesSince03[Literal["nesterov", "average"]] = "nesterov"
     """Optimizer of the outer parameters. `nesterov`: as in DiLoCo; `average`: the mean of the islands' parameters
     (local SGD)."""
@@ -185,6 +188,8 @@ class OuterConfig(Section):
     def _refuse_what_contradicts(self) -> OuterConfig:
         if not self.quorum and (self.grace_seconds, self.max_rounds_ahead) != (1.0, 2):
             raise ValueError("grace_seconds and max_rounds_ahead are of a quorum, which waits for all at 0")
+        if self.steps % self.num_fragments:
+            raise ValueError(f"num_fragments must divide steps, {self.steps}: turns come between two steps")
         if self.optimizer == "average" and (self.learning_rate, self.momentum) != (0.7, 0.9):
             raise ValueError("learning_rate and momentum are of optimizer nesterov, not of average")
         return self

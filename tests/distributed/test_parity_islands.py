@@ -36,6 +36,9 @@ ROWS = [
     Row("2 islands x zero1 2", 4, ZERO1, islands.case_of(), **DRIFTING),
     Row("2 islands x fsdp 2, micro batches", 4, ("train.micro_batch_size=1",), islands.case_of(), **DRIFTING),
     Row("4 islands x 1", 4, (), islands.case_of(islands=4), **DRIFTING),
+    Row("2 islands x 1, 3 fragments", 2, DDP, islands.case_of(fragments=3), **DRIFTING),
+    Row("2 islands x fsdp 2, 2 fragments", 4, (), islands.case_of(steps=4, fragments=2), **DRIFTING),
+    Row("2 islands x 1, 3 fragments, int8", 2, DDP, islands.case_of(encoding="int8", fragments=3), **FLIPPED),
     Row("2 islands x 1, tied", 2, DDP, islands.case_of(models.TIED), **DRIFTING),
     Row("2 islands x fsdp 2, muon", 4, (), islands.case_of(islands.MUON), **DRIFTING),
     Row("2 islands x 1, served", 2, DDP, islands.case_of(servers=1), **DRIFTING),
@@ -46,7 +49,13 @@ ROWS = [
     Row("2 islands x hybrid", 8, ("parallel.replicate=2",), islands.case_of(), **DRIFTING),
 ]
 
-QUICK = {"2 islands x 1", "2 islands x 1, int8", "2 islands x ddp 2", "2 islands x fsdp 2"}
+QUICK = {
+    "2 islands x 1",
+    "2 islands x 1, 3 fragments, int8",
+    "2 islands x 1, int8",
+    "2 islands x ddp 2",
+    "2 islands x fsdp 2",
+}
 QUICK |= {"2 islands x 1, served", "2 islands x fsdp 2, served by 2", "2 islands x 1, served, int8"}
 TABLE = parity.keep_quick(ROWS, QUICK)
 
@@ -87,6 +96,7 @@ def test_an_outer_step_that_is_broken_fails_its_row(pools, name, defect):
 
 RESUMED = {
     "2 x 1, int8": Row("", 2, DDP, islands.case_of(encoding="int8")),
+    "2 x 1, 3 fragments, int8": Row("", 2, DDP, islands.case_of(encoding="int8", fragments=3)),
     "2 x ddp 2, int8": Row("", 4, DDP, islands.case_of(encoding="int8", copies=2)),
     "2 x fsdp 2, bf16": Row("", 4, (), islands.case_of(encoding="bf16")),
     "2 x 1, served, int8": Row("", 2, DDP, islands.case_of(encoding="int8", servers=2)),

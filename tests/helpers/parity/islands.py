@@ -32,12 +32,15 @@ class How:
     """Processes of an island with the same parameters: each sends a part of the vector, in blocks of its own."""
     stop: int = STEPS
     """Last step of the loop."""
+    fragments: int = 1
+    """Parts of the vector that have turns of their own."""
     servers: int = 0
     """Servers that the islands exchange through; the numbers do not depend on how many."""
 
     @property
     def overrides(self):
         outer = {"steps": self.steps, "optimizer": self.optimizer, "encoding": self.encoding}
+        outer["num_fragments"] = self.fragments
         shape = f"parallel.islands={self.islands}", f"server.num_servers={self.servers}"
         return (*shape, *(f"train.outer.{name}={value}" for name, value in outer.items()))
 
@@ -133,6 +136,18 @@ def move_outer(outer, momentum, gradient, how):
         optimizer.step()
 
 
+def parts_due(how, num_steps, network):
+    """The parts of the vector that are exchanged after so many steps; a parameter is of that which its middle is in."""
+    sizes = np.array([parameter.numel() for parameter in network.parameters()])
+    ends = np.cumsum(sizes)
+    owners = (ends - sizes / 2) // (ends[-1] / how.fragments)
+    parts = [slice(sizes[owners < number].sum(), sizes[owners <= number].sum()) for number in range(how.fragments)]
+    if num_steps == STEPS:
+        return parts
+    turns = [how.steps * (number + 1) // how.fragments for number in range(how.fragments)]
+    return [part for part, turn in zip(parts, turns, strict=True) if num_steps % how.steps == turn % how.steps]
+
+
 def loop(case, first_weights, parts, how):
     """The curve of the islands' mean losses and norms, and the outer weights at the end."""
     networks = [case.network() for _ in range(how.islands)]
@@ -155,12 +170,14 @@ def loop(case, first_weights, parts, how):
             steps.append((loss, norm))
         losses.append(sum(loss for loss, _ in steps) / how.islands)
         norms.append(sum(norm for _, norm in steps) / how.islands)
-        if (step + 1) % how.steps == 0 or step + 1 == STEPS:
-            vectors = [outer - flatten(network) for network in networks]
-            gradient = mean_over_islands(vectors, errors, how, step // how.steps)
-            move_outer(outer, momentum, gradient, how)
+        for part in parts_due(how, step + 1, networks[0]):
+            vectors = [outer[part] - flatten(network)[part] for network in networks]
+            gradient = mean_over_islands(vectors, [error[part] for error in errors], how, step // how.steps)
+            move_outer(outer[part], momentum[part], gradient, how)
             for network in networks:
-                torch.nn.utils.vector_to_parameters(torch.from_numpy(outer.copy()), network.parameters())
+                weights = flatten(network)
+                weights[part] = outer[part]
+                torch.nn.utils.vector_to_parameters(torch.from_numpy(weights), network.parameters())
     torch.nn.utils.vector_to_parameters(torch.from_numpy(outer), networks[0].parameters())
     weights = {name: value.detach() for name, value in networks[0].state_dict().items()}
     return Curve(losses, norms, [case.rate(step) for step in range(how.stop)], weights)
@@ -239,7 +256,7 @@ def momentum_is_lost_at_resume():
 
 
 def feedback_is_lost_at_resume():
-    return _forgetting(lambda islands: islands._exchange._lost.zero_())
+    return _forgetting(lambda islands: islands._exchanges[0]._lost.zero_())
 
 
 def weights_of_islands_are_lost_at_resume():

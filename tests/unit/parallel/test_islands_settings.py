@@ -3,10 +3,13 @@
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kftrain import config
 from kftrain.errors import ConfigError
 from kftrain.evaluate.layout import layouts
+from kftrain.train.islands import cut_fragments, list_due_fragments
 
 ISLANDS = "parallel.islands=2"
 FIT = ("parallel.strategy=ddp", "precision.compute=fp32")
@@ -46,6 +49,30 @@ def test_what_has_no_meaning_is_refused():
         config.parse("", ["train.outer.steps=10"])
     with pytest.raises(ConfigError, match="are of optimizer nesterov"):
         config.parse("", [ISLANDS, "train.outer.optimizer=average", "train.outer.momentum=0.5"])
+    with pytest.raises(ConfigError, match="num_fragments must divide steps, 10"):
+        config.parse("", [ISLANDS, "train.outer.steps=10", "train.outer.num_fragments=4"])
+    with pytest.raises(ConfigError, match="num_fragments must be 1 with servers"):
+        config.parse("", [ISLANDS, "server.num_servers=1", "train.outer.num_fragments=2"])
+
+
+def test_each_fragment_has_its_turn_among_the_steps_and_all_after_the_last_one():
+    outer = ["train.outer.steps=6", "train.outer.num_fragments=3", "train.steps=17"]
+    train = config.parse("", [ISLANDS, *outer]).train
+    turns = {steps: list_due_fragments(train, steps) for steps in range(1, 18)}
+    due = {2: [0], 4: [1], 6: [2], 8: [0], 10: [1], 12: [2], 14: [0], 16: [1], 17: [0, 1, 2]}
+    assert {steps: fragments for steps, fragments in turns.items() if fragments} == due
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), max_size=30), st.integers(1, 9))
+def test_fragments_are_whole_parameters_that_cover_the_vector(sizes, num_fragments):
+    wholes, own = [whole for whole, _ in sizes], [min(whole, part) for whole, part in sizes]
+    fragments = cut_fragments(wholes, own, num_fragments)
+    assert len(fragments) == num_fragments
+    ends = [0, *itertools.accumulate(own)]
+    assert [one.start for one in fragments] == [0, *(one.stop for one in fragments[:-1])]
+    assert fragments[-1].stop == ends[-1] and all(one.stop in ends for one in fragments)
+    whole = cut_fragments(wholes, wholes, num_fragments)
+    assert all(one.stop - one.start <= sum(wholes) / num_fragments + max(wholes) for one in whole if wholes)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
-"""Seeded histories of deaths, lost connections, joins and leaves: each finished step is in the table once.
+"""Seeded histories of deaths, lost connections and packets, joins, leaves: each finished step is in the table once.
 
 Weights begin at zero and only grow, by whole numbers, so that a float32 sum shows one lost or repeated push whatever
 the order, and an older row that is read after a newer one shows as a smaller number.
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import random
+import subprocess
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -35,6 +37,30 @@ RULES = [0, 1, None]
 
 NUM_PROCESSES = 8
 """Histories at a time: they wait most of the time."""
+
+CLONE_NEWNET = 0x40000000
+
+
+class Network:
+    """The network of this process, its own where that is allowed: then all packets can be lost for a while."""
+
+    is_own = False
+
+    def enter(self):
+        self.is_own = ctypes.CDLL(None).unshare(CLONE_NEWNET) == 0
+        self.set_link("up")
+
+    def set_link(self, state):
+        if self.is_own:
+            subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+    def lose_packets(self, seconds):
+        self.set_link("down")
+        time.sleep(seconds)
+        self.set_link("up")
+
+
+network = Network()
 
 
 class Pair:
@@ -115,6 +141,8 @@ def run_history(folder, seed):
         thread.start()
     for _ in range(4):
         time.sleep(0.03 * chance.random())
+        if network.is_own and chance.random() < 0.1:
+            network.lose_packets(0.2 * chance.random())
         getattr(chance.choice(servers), chance.choice(["kill", "drop_connections"]))(chance)
     for thread in threads:
         thread.join(60)
@@ -163,6 +191,8 @@ def run_history_of_moves(folder, seed):
         elif what == "kill":
             joining = [number for number in servers.servers if number >= len(servers.addresses)]
             servers.stop(chance.choice(joining)) if joining else None
+        elif what == "drop" and network.is_own and chance.random() < 0.1:
+            network.lose_packets(0.1 * chance.random())
         elif what == "drop":
             for connection in list(servers.servers[chance.randrange(len(servers.addresses))]._sockets):
                 connection.close()
@@ -210,6 +240,7 @@ def run_both(folder, seed):
 @pytest.mark.slow
 def test_a_thousand_more_histories(tmp_path):
     seeds = range(12, 512)
-    with ProcessPoolExecutor(NUM_PROCESSES, multiprocessing.get_context("forkserver")) as processes:
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(NUM_PROCESSES, context, initializer=network.enter) as processes:
         for _ in processes.map(run_both, [tmp_path] * len(seeds), seeds):
             pass
