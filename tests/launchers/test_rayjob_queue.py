@@ -37,7 +37,7 @@ def test_it_waits_for_its_quota_gives_way_and_goes_on(rayjob_site, queue, monkey
             second.finish()
         first.wait_for("going on after step", 360)
         first.finish()
-    assert "insufficient unused quota for cpu" in first.output
+    assert "insufficient unused quota for" in first.output
     assert_every_step_was_taken(urgent, 1)
     for run_uri in (victim, urgent):
         assert_nothing_is_left(rayjob_site, run_uri)
