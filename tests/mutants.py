@@ -237,9 +237,9 @@ MUTANTS = [
     Mutant(
         "fragments are cut by the numbers that a process has",
         "kftrain/train/islands.py",
-        "cut_fragments(sizes, self._sizes,",
-        "cut_fragments(self._sizes[::-1], self._sizes,",
-        "tests/distributed/test_parity_islands.py -k 'bare_loop and fragments'",
+        "zip(sizes, accumulate(sizes), strict=True)",
+        "zip(own_sizes, accumulate(own_sizes), strict=True)",
+        "tests/unit/parallel/test_islands_settings.py -k whole_parameters",
     ),
     Mutant(
         "an island goes on with outer parameters whose turn has not come",
@@ -482,8 +482,8 @@ MUTANTS = [
     Mutant(
         "a text's samples depend on the texts before it",
         "kftrain/tasks/skip_gram.py",
-        "np.random.default_rng(abs(hash_name(record.key)))",
-        "np.random.default_rng(abs(hash_name(record.key)) + len(self.__dict__.setdefault('seen', []))); "
+        "np.random.default_rng(abs(hash_identifier(record.key)))",
+        "np.random.default_rng(abs(hash_identifier(record.key)) + len(self.__dict__.setdefault('seen', []))); "
         "self.seen.append(1)",
         "tests/unit/tasks/test_skip_gram.py -k wherever",
     ),

@@ -43,7 +43,7 @@ BLOCK_ROWS = 4096
 
 
 @lru_cache(1 << 20)
-def hash_name(name: str) -> int:
+def hash_identifier(name: str) -> int:
     """Return the id of a name: the first eight bytes of its BLAKE2b, as int64."""
     content = name.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
@@ -108,11 +108,11 @@ class SkipGram(Task):
     @cached_property
     def _ids(self) -> np.ndarray:
         """Ids of the names that candidates are drawn from, `[names]`."""
-        return np.array([hash_name(name) for name in self._counts], np.int64)
+        return np.array([hash_identifier(name) for name in self._counts], np.int64)
 
     @cached_property
     def _bounds(self) -> np.ndarray:
-        """Where each name's part of 0 to 1 ends, `[names]`."""
+        """Ends of the names' parts of 0 to 1, `[names]`."""
         weights = np.array(list(self._counts.values()), np.float64) ** 0.75
         return np.cumsum(weights / weights.sum())
 
@@ -152,10 +152,10 @@ class SkipGram(Task):
     def _draw_rows(self, record: Record) -> np.ndarray:
         """Draw the samples of a text, `[samples, 1 + candidates]`; by its key, whoever encodes it."""
         names = find_names(record)
-        random = np.random.default_rng(abs(hash_name(record.key)))
+        random = np.random.default_rng(abs(hash_identifier(record.key)))
         counts = np.array([self._counts.get(name, 1) for name in names], np.float64)
         is_kept = random.random(len(names)) < np.sqrt(self.subsample * self._num_names / np.maximum(counts, 1))
-        ids = np.array([hash_name(name) for name in names], np.int64)[is_kept]
+        ids = np.array([hash_identifier(name) for name in names], np.int64)[is_kept]
         places = np.arange(len(ids))
         distances = random.integers(1, self.max_distance + 1, len(ids)) * random.choice([-1, 1], len(ids))
         is_inside = (places + distances >= 0) & (places + distances < len(ids))
@@ -227,7 +227,7 @@ class SkipGram(Task):
             names = list(inputs[column]) if column in inputs else [None]
             if not all(isinstance(name, str) for name in names):
                 raise DataError(f"the input needs a column '{column}' of names", where="predict", value=names[:5])
-            ids.append([hash_name(name) for name in names])
+            ids.append([hash_identifier(name) for name in names])
         width = 1 + self.num_negatives
         columns = {"center": ids[0], "candidates": [[other] * width for other in ids[1]]}
         return super().predict(model, type(inputs)(columns, index=inputs.index))

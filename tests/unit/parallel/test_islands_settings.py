@@ -72,6 +72,8 @@ def test_fragments_are_whole_parameters_that_cover_the_vector(sizes, num_fragmen
     assert [one.start for one in fragments] == [0, *(one.stop for one in fragments[:-1])]
     assert fragments[-1].stop == ends[-1] and all(one.stop in ends for one in fragments)
     whole = cut_fragments(wholes, wholes, num_fragments)
+    counts = [one.stop for one in cut_fragments(wholes, [1] * len(wholes), num_fragments)]
+    assert [one.stop for one in whole] == [sum(wholes[:count]) for count in counts], "another layout cuts elsewhere"
     assert all(one.stop - one.start <= sum(wholes) / num_fragments + max(wholes) for one in whole if wholes)
 
 

@@ -69,7 +69,8 @@ class Pair:
     def __init__(self, folder, number, max_ahead):
         spec = TableSpec("t", 2, 1, initial="uniform", initial_scale=0.0)
         states = [ServerState([RowTable(spec, RowSgd(-1.0), folder)], max_ahead) for _ in range(2)]
-        self._living = self._first, self._copy = [Server(state, SECRET) for state in states]
+        self._living = [Server(state, SECRET) for state in states]
+        self._first, self._copy = self._living
         for server in (self._copy, self._first):
             server.start()
         self._first._copy = Chain(*self._copy.address, SECRET, self._first._hang_up)

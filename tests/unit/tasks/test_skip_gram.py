@@ -12,7 +12,8 @@ from torch import nn
 
 from kftrain.data.schema import Record
 from kftrain.errors import ConfigError, DataError
-from kftrain.tasks.skip_gram import BLOCK_ROWS, MAX_NAMES, SkipGram, hash_name
+from kftrain.tasks.skip_gram import BLOCK_ROWS, MAX_NAMES, SkipGram
+from kftrain.tasks.skip_gram import hash_identifier as key_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,7 +39,7 @@ def test_names_stand_at_most_so_far_apart_and_both_ways():
     record = text_of(NUMBERED)
     task = build([record], max_distance=3, subsample=1.0)
     centers, candidates = rows_of(task, [record])
-    place = {hash_name(name): number for number, name in enumerate(NUMBERED)}
+    place = {key_of(name): number for number, name in enumerate(NUMBERED)}
     distances = Counter(place[near] - place[center] for center, near in zip(centers, candidates[:, 0], strict=True))
     assert sorted(distances) == [-3, -2, -1, 1, 2, 3]
     assert min(distances.values()) > 0.8 * len(NUMBERED) / 6  # five deviations are 0.17
@@ -51,21 +52,20 @@ def test_the_others_are_drawn_by_the_count_to_the_power_of_three_quarters():
     names = np.random.default_rng(0).permutation(names).tolist()
     task = build([text_of(names)], num_negatives=50, subsample=1.0)
     _, candidates = rows_of(task, [text_of(names)])
-    negatives = candidates[candidates[:, 0] == hash_name("d"), 1:]  # "d" is right: it stands for "a", its neighbour
     assert not (candidates[:, 1:] == candidates[:, :1]).any()
-    negatives = candidates[candidates[:, 0] == hash_name("c"), 1:]
+    negatives = candidates[candidates[:, 0] == key_of("c"), 1:]
     drawn = Counter(negatives.reshape(-1).tolist())
     weights = {name: count**0.75 for name, count in counts.items()}
     for name in ("a", "b"):  # what "c" would have got goes to "d", behind it
         share = weights[name] / sum(weights.values())
-        assert drawn[hash_name(name)] / negatives.size == pytest.approx(share, abs=5 * (share / negatives.size) ** 0.5)
+        assert drawn[key_of(name)] / negatives.size == pytest.approx(share, abs=5 * (share / negatives.size) ** 0.5)
 
 
 def test_frequent_names_are_left_out_the_more_often_the_more_frequent_they_are():
     names = [name for rare in NUMBERED for name in ("self", rare)]
     task = build([text_of(names)], subsample=0.02)
     centers, _ = rows_of(task, [text_of(names)])
-    assert (centers == hash_name("self")).sum() / 3000 == pytest.approx((0.02 / 0.5) ** 0.5, abs=0.04)
+    assert (centers == key_of("self")).sum() / 3000 == pytest.approx((0.02 / 0.5) ** 0.5, abs=0.04)
     assert len(set(centers.tolist())) > 2990
 
 
@@ -109,7 +109,10 @@ def test_only_so_many_names_are_kept(monkeypatch):
     monkeypatch.setattr("kftrain.tasks.skip_gram.MAX_NAMES", 2)
     task = build([text_of(["a"] * 3 + ["b"] * 2 + ["c"])], subsample=1.0)
     centers, candidates = rows_of(task, [text_of(["a", "c", "b"] * 9)])
-    assert hash_name("c") in centers and set(candidates[:, 1:].reshape(-1).tolist()) <= {hash_name("a"), hash_name("b")}
+    assert key_of("c") in centers and set(candidates[:, 1:].reshape(-1).tolist()) <= {
+        key_of("a"),
+        key_of("b"),
+    }
     assert MAX_NAMES > 2
 
 
@@ -137,7 +140,7 @@ def test_equal_scores_and_nonsense_are_no_better_than_chance():
 def test_trivial_answers_are_scored():
     records = [text_of([name for name, count in (("a", 9), ("b", 4), ("c", 1)) for _ in range(count)])]
     task = build(records, num_negatives=1)
-    ids = [hash_name(name) for name in "abc"]
+    ids = [key_of(name) for name in "abc"]
     samples = [{"candidates": np.array([[right, wrong]])} for right, wrong in itertools.permutations(ids, 2)]
     assert task.baselines(samples)["reciprocal_rank"] == {"any order": 0.75, "the more frequent name": 0.75}
     assert task.baselines(samples[:2])["reciprocal_rank"]["the more frequent name"] == 1
@@ -160,8 +163,7 @@ def test_a_served_model_answers_for_names_also_for_those_that_nobody_has_seen():
     inputs = pandas.DataFrame({"identifier": ["self", "never_seen"], "other": ["cls", "größe"]})
     answer = task.predict(Products(), inputs)
     expected = [
-        hash_name(a) % 1000 + 2 * (hash_name(b) % 1000)
-        for a, b in zip(inputs["identifier"], inputs["other"], strict=True)
+        key_of(a) % 1000 + 2 * (key_of(b) % 1000) for a, b in zip(inputs["identifier"], inputs["other"], strict=True)
     ]
     assert answer["log_odds"].tolist() == expected and list(task.answer_types()) == list(answer)
     with pytest.raises(DataError, match="a column 'other' of names"):
