@@ -59,6 +59,7 @@ def runs(tmp_path_factory):
         pytest.param(30, SEARCHED, BAR, id="30"),
         pytest.param(30, (*SEARCHED, "train.outer.encoding=int8"), BAR, id="30-int8"),
         pytest.param(30, (), 0.06, id="30-paper", marks=LARGE),
+        pytest.param(30, (*SEARCHED, "train.outer.num_fragments=3"), BAR, id="30-fragments", marks=LARGE),
         pytest.param(10, SEARCHED, 0.06, id="10", marks=LARGE),
         pytest.param(100, SEARCHED, 0.1, id="100", marks=LARGE),
         pytest.param(25, SEARCHED, BAR, id="25", marks=LARGE),
