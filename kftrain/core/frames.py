@@ -145,11 +145,6 @@ class FrameHeader:
     num_values: int
 
     @property
-    def body_bytes(self) -> int:
-        """Bytes behind the header."""
-        return self.keys_bytes + self.values_bytes
-
-    @property
     def keys_bytes(self) -> int:
         """Bytes of the keys."""
         return row_encodings.count_keys_bytes(self.num_keys, self.key_bytes)
@@ -158,14 +153,6 @@ class FrameHeader:
     def values_bytes(self) -> int:
         """Bytes of the values."""
         return row_encodings.count_bytes(self.frame.encoding, self.num_values, self.frame.dim)
-
-    def read_body(self, body: memoryview) -> Frame:
-        """Return the frame whose arrays are views of `body`."""
-        keys = row_encodings.decode_keys(np.frombuffer(body, np.uint8, self.keys_bytes), self.key_bytes)
-        values = np.empty(self.num_values, np.float32)
-        wire = np.frombuffer(body, np.uint8, self.values_bytes, self.keys_bytes)
-        row_encodings.decode(wire, self.frame.encoding, self.frame.dim, values)
-        return dataclasses.replace(self.frame, keys=keys, values=values)
 
 
 def decode_header(header: bytes | bytearray | memoryview) -> FrameHeader | None:

@@ -108,13 +108,6 @@ class RowTable:
         weights[~is_new] = self._weights[numbers[~is_new]]
         return weights
 
-    def read_versions(self, keys: Keys) -> NDArray[np.uint32]:
-        """Return how many updates the row of each key has had; 0 for a key without a row."""
-        numbers = self._rows.find(keys)
-        versions = np.zeros(len(keys), np.uint32)
-        versions[numbers >= 0] = self._rows.live["version"][numbers[numbers >= 0]]
-        return versions
-
     def update(self, keys: Keys, gradients: Floats) -> None:
         """Make one update of the table with gradients (keys, dim) of distinct keys, then remove what has expired."""
         self.update_in_parts([(keys, gradients)])
