@@ -115,6 +115,7 @@ class Chain:
 
     def _connect_again(self) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS
+        self._connection.close()
         while not self._is_closed:
             try:
                 connection = self._follow()

@@ -45,6 +45,7 @@ class Server:
         self._sockets: set[FrameSocket] = set()
         self._connections: dict[int, FrameSocket] = {}  # of each worker, the one that may change the state
         self._leader: FrameSocket | None = None  # of a copy, the connection of the server that it stands by for
+        self._leaders: set[FrameSocket] = set()  # also those before it, whose last frames may still be on their way
         self._has_taken_over = False
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server((host, port))
@@ -135,6 +136,7 @@ class Server:
             if self._has_taken_over:
                 return self._refuse(frame, "this copy has taken over")
             self._leader = connection
+            self._leaders.add(connection)
         return Frame(FrameKind.POSITION)
 
     def _take_over(self) -> None:
@@ -149,6 +151,8 @@ class Server:
             if connection is self._leader:
                 if self._has_taken_over:
                     return self._refuse(frame, "this copy has taken over")
+            elif connection in self._leaders:
+                return self._refuse(frame, "its server has another connection by now")
             elif frame.kind is FrameKind.JOIN:
                 self._take_over()
                 self._connections[frame.worker] = connection

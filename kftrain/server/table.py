@@ -217,7 +217,7 @@ class RowTable:
     @property
     def _expiry_interval(self) -> int:
         # Looking at every row costs as much as an update of a few: a sixteenth of the time to live is soon enough, and
-        # the count of updates decides, so that a replayed log expires the same rows at the same place.
+        # the count of updates decides, so that a server and its copy remove the same rows.
         return max(1, self.spec.expiry_steps // 16)
 
     def _expire(self, num_updates: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
     from kftrain.tasks.base import Batch
 
-NAME = re.compile(r"[^\W\d]\w*")
+NAME = re.compile(r"\b[^\W\d]\w*")
+
+MAX_NAME_CHARACTERS = 128
+"""Length of the longest name; what is longer is data."""
 
 FILE_NAME = "names.json"
 
@@ -50,8 +54,9 @@ def hash_identifier(name: str) -> int:
 
 
 def find_names(record: Record) -> list[str]:
-    """List the names of a record's text, in order. Raises DataError where it has no text."""
-    return NAME.findall(get_text(record).decode("utf-8", "replace"))
+    """List the names of a record's text, in order, as Python normalises them. Raises DataError where it has no text."""
+    text = unicodedata.normalize("NFKC", get_text(record).decode("utf-8", "replace"))
+    return [name for name in NAME.findall(text) if len(name) <= MAX_NAME_CHARACTERS]
 
 
 class SkipGram(Task):
@@ -72,8 +77,8 @@ class SkipGram(Task):
         self,
         *,
         max_distance: Count = 5,
-        num_negatives: Count = 5,
-        subsample: Annotated[float, Limits(gt=0, le=1)] = 1e-3,
+        num_negatives: Annotated[int, Limits(ge=1, le=1000)] = 5,
+        subsample: Annotated[float, Limits(ge=1e-6, le=1)] = 1e-3,
     ) -> None:
         self.max_distance = max_distance
         self.num_negatives = num_negatives
@@ -156,15 +161,17 @@ class SkipGram(Task):
         counts = np.array([self._counts.get(name, 1) for name in names], np.float64)
         is_kept = random.random(len(names)) < np.sqrt(self.subsample * self._num_names / np.maximum(counts, 1))
         ids = np.array([hash_identifier(name) for name in names], np.int64)[is_kept]
+        if len(ids) < 2:
+            return np.empty((0, 2 + self.num_negatives), np.int64)
         places = np.arange(len(ids))
-        distances = random.integers(1, self.max_distance + 1, len(ids)) * random.choice([-1, 1], len(ids))
-        is_inside = (places + distances >= 0) & (places + distances < len(ids))
-        centers, others = ids[is_inside], ids[(places + distances)[is_inside]]
-        numbers = np.searchsorted(self._bounds, random.random((len(centers), self.num_negatives)))
+        first = np.maximum(places - self.max_distance, 0)
+        near = first + random.integers(0, np.minimum(places + self.max_distance, len(ids) - 1) - first)
+        others = ids[near + (near >= places)]  # all places from `first` on but its own
+        numbers = np.searchsorted(self._bounds, random.random((len(ids), self.num_negatives)))
         numbers %= len(self._ids)  # a bound may be a little below 1
         is_other = self._ids[numbers] == others[:, np.newaxis]  # no answer were right: its neighbour in the list
         negatives = self._ids[(numbers + is_other) % len(self._ids)]
-        return np.concatenate([centers[:, np.newaxis], others[:, np.newaxis], negatives], axis=1)
+        return np.concatenate([ids[:, np.newaxis], others[:, np.newaxis], negatives], axis=1)
 
     def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
         """Score two trivial answers: any order, and the more frequent name first."""
@@ -172,11 +179,11 @@ class SkipGram(Task):
         ranks = []
         for arrays in samples:
             known = [[counts.get(one, 0) for one in row] for row in arrays["candidates"].tolist()]
-            ranks.append(_rank(np.array(known)))
+            ranks.append(_find_reciprocal_rank(np.array(known)))
         if not ranks:
             return {}
         chance = float((1 / np.arange(1, 2 + self.num_negatives)).mean())
-        by_count = float((1 / np.concatenate(ranks)).mean())
+        by_count = float(np.concatenate(ranks).mean())
         return {"reciprocal_rank": {"any order": chance, "the more frequent name": by_count}}
 
     def show(self, block: Arrays) -> Mapping[str, Any]:
@@ -192,14 +199,16 @@ class SkipGram(Task):
     def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
         """Return per row `count` (1), `negative_sampling_loss` in nats, and `reciprocal_rank` of the right candidate.
 
-        Candidates whose log-odds are equal share their ranks.
+        Candidates whose log-odds are equal have the mean of their places.
         """
+        import torch
+
         logits = output.double()
-        losses = _sample_losses(logits)
+        losses, scores = _sample_losses(logits), logits.nan_to_num().cpu().numpy()
         return {
             "count": losses.new_ones(len(losses)),
             "negative_sampling_loss": losses,
-            "reciprocal_rank": 1 / _rank(logits.nan_to_num()).double(),
+            "reciprocal_rank": torch.from_numpy(_find_reciprocal_rank(scores)).to(logits.device),
         }
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -224,10 +233,11 @@ class SkipGram(Task):
         """Answer each row of names `identifier` and `other` by the columns of `answer`. Raises DataError."""
         ids = []
         for column in ("identifier", "other"):
-            names = list(inputs[column]) if column in inputs else [None]
-            if not all(isinstance(name, str) for name in names):
+            names = inputs[column].tolist() if column in inputs and inputs[column].ndim == 1 else [None]
+            texts = [unicodedata.normalize("NFKC", name) for name in names if isinstance(name, str)]
+            if len(texts) < len(names):
                 raise DataError(f"the input needs a column '{column}' of names", where="predict", value=names[:5])
-            ids.append([hash_identifier(name) for name in names])
+            ids.append([hash_identifier(text) for text in texts])
         width = 1 + self.num_negatives
         columns = {"center": ids[0], "candidates": [[other] * width for other in ids[1]]}
         return super().predict(model, type(inputs)(columns, index=inputs.index))
@@ -240,7 +250,9 @@ def _sample_losses(logits: torch.Tensor) -> torch.Tensor:
     return softplus(-logits[:, 0]) + softplus(logits[:, 1:]).sum(1)
 
 
-def _rank(scores: Any) -> Any:
-    """Return the rank of each row's first score, an array or a tensor `[rows, scores]`; equal ones share theirs."""
-    others, first = scores[:, 1:], scores[:, :1]
-    return 1 + (others > first).sum(1) + (others == first).sum(1) / 2
+def _find_reciprocal_rank(scores: np.ndarray) -> np.ndarray:
+    """Return 1 / the rank of each row's first score, `[rows]`, of `[rows, scores]`; equal ones have their mean."""
+    sums = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, scores.shape[1] + 1))])
+    num_above, num_equal = ((other(scores[:, 1:], scores[:, :1])).sum(1) for other in (np.greater, np.equal))
+    reciprocal: np.ndarray = (sums[num_above + num_equal + 1] - sums[num_above]) / (num_equal + 1)
+    return reciprocal

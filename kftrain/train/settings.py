@@ -164,8 +164,8 @@ class OuterConfig(Section):
     steps: ChangesSince03[Count] = 100
     """Steps that an island takes alone between two exchanges; there is one after the last step of all, too."""
     num_fragments: ChangesSince03[Count] = 1
-    """Parts of the parameters that are exchanged at different times, each every `steps` steps and after the last one:
-    an exchange then is so many times shorter."""
+    """Parts of the parameters that are exchanged at different times, each every `steps` steps and after the last one.
+    A part is whole parameters, so an exchange is at best so many times shorter."""
     optimizer: ChangesSince03[Literal["nesterov", "average"]] = "nesterov"
     """Optimizer of the outer parameters. `nesterov`: as in DiLoCo; `average`: the mean of the islands' parameters
     (local SGD)."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.moving_servers import wait_for
 
-from kftrain.core.frames import Frame, FrameKind
+from kftrain.core.frames import Frame, FrameKind, FrameSocket
 from kftrain.errors import RetryableError
 from kftrain.remote_parameters.client import RemoteTables
 from kftrain.remote_parameters.link import ServerAddress
@@ -197,3 +197,18 @@ def test_nobody_reads_what_a_servers_end_may_take_back(pair, monkeypatch):
         thread.join(20)
     for worker in (writer, reader):
         worker.close()
+
+
+def test_what_comes_late_over_a_broken_connection_of_a_server_is_no_workers(pair):
+    """A server has made its connection anew; a JOIN that it sent over the one before arrives after that."""
+    where = (*pair.copy.address, SECRET, "the copy", 5.0)
+    before, now = FrameSocket.connect(*where), FrameSocket.connect(*where)
+    for connection in (before, now):
+        connection.send(Frame(FrameKind.FOLLOW))
+        assert connection.receive().kind is FrameKind.POSITION
+    before.send(Frame(FrameKind.JOIN, worker=0))
+    assert before.receive().kind is FrameKind.REFUSAL and not pair.copy._has_taken_over
+    now.send(Frame(FrameKind.JOIN, worker=0))
+    assert now.receive().kind is FrameKind.POSITION
+    for connection in (before, now):
+        connection.close()
