@@ -94,7 +94,8 @@ class SkipGram(Task):
         """Count the names of the training split. Raises DataError where it has fewer than two."""
         counts = Counter(name for record in records for name in find_names(record))
         if len(counts) < 2:
-            raise DataError("the texts have fewer than two names", where="the training split", value=len(counts))
+            what, fix = "the texts have fewer than two names", "add texts, or look at what data.source names"
+            raise DataError(what, where="the training split", value=len(counts), fix=fix)
         names = sorted(counts, key=lambda name: (-counts[name], name))[:MAX_NAMES]
         self._counts, self._num_names = {name: counts[name] for name in names}, counts.total()
 
@@ -236,7 +237,8 @@ class SkipGram(Task):
             names = inputs[column].tolist() if column in inputs and inputs[column].ndim == 1 else [None]
             texts = [unicodedata.normalize("NFKC", name) for name in names if isinstance(name, str)]
             if len(texts) < len(names):
-                raise DataError(f"the input needs a column '{column}' of names", where="predict", value=names[:5])
+                what, fix = f"the input needs a column '{column}' of names", "give each row two texts"
+                raise DataError(what, where="predict", value=names[:5], fix=fix)
             ids.append([hash_identifier(text) for text in texts])
         width = 1 + self.num_negatives
         columns = {"center": ids[0], "candidates": [[other] * width for other in ids[1]]}

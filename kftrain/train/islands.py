@@ -105,8 +105,6 @@ class Islands:
             weights = self._flatten(self._weights)
             for number in numbers:
                 part = self._fragments[number]
-                if part.start == part.stop:
-                    continue
                 self._exchange_part(number, self._outer[part] - weights[part], num_steps)
                 weights[part] = self._outer[part]
             self._set_weights(weights)

@@ -39,6 +39,7 @@ ROWS = [
     Row("2 islands x 1, 3 fragments", 2, DDP, islands.case_of(fragments=3), **DRIFTING),
     Row("2 islands x fsdp 2, 2 fragments", 4, (), islands.case_of(steps=4, fragments=2), **DRIFTING),
     Row("2 islands x 1, 3 fragments, int8", 2, DDP, islands.case_of(encoding="int8", fragments=3), **FLIPPED),
+    Row("2 islands x ddp 2, empty fragments", 4, DDP, islands.EMPTY, **DRIFTING),
     Row("2 islands x 1, tied", 2, DDP, islands.case_of(models.TIED), **DRIFTING),
     Row("2 islands x fsdp 2, muon", 4, (), islands.case_of(islands.MUON), **DRIFTING),
     Row("2 islands x 1, served", 2, DDP, islands.case_of(servers=1), **DRIFTING),
@@ -97,6 +98,7 @@ def test_an_outer_step_that_is_broken_fails_its_row(pools, name, defect):
 RESUMED = {
     "2 x 1, int8": Row("", 2, DDP, islands.case_of(encoding="int8")),
     "2 x 1, 3 fragments, int8": Row("", 2, DDP, islands.case_of(encoding="int8", fragments=3)),
+    "2 x ddp 2, empty fragments, int8": Row("", 4, DDP, islands.case_of(encoding="int8", steps=12, fragments=12)),
     "2 x ddp 2, int8": Row("", 4, DDP, islands.case_of(encoding="int8", copies=2)),
     "2 x fsdp 2, bf16": Row("", 4, (), islands.case_of(encoding="bf16")),
     "2 x 1, served, int8": Row("", 2, DDP, islands.case_of(encoding="int8", servers=2)),

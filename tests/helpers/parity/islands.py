@@ -143,9 +143,10 @@ def parts_due(how, num_steps, network):
     owners = (ends - sizes / 2) // (ends[-1] / how.fragments)
     parts = [slice(sizes[owners < number].sum(), sizes[owners <= number].sum()) for number in range(how.fragments)]
     if num_steps == STEPS:
-        return parts
+        return [part for part in parts if part.start < part.stop]
     turns = [how.steps * (number + 1) // how.fragments for number in range(how.fragments)]
-    return [part for part, turn in zip(parts, turns, strict=True) if num_steps % how.steps == turn % how.steps]
+    due = [part for part, turn in zip(parts, turns, strict=True) if num_steps % how.steps == turn % how.steps]
+    return [part for part in due if part.start < part.stop]
 
 
 def loop(case, first_weights, parts, how):
@@ -198,6 +199,8 @@ def _loop(how, case, first_weights, parts):
 
 
 MUON = optimizers.MUON
+EMPTY = case_of(Case(network=same_llama), steps=12, fragments=12)
+"""Half of the fragments have no parameter. The network has its parameters in the model's order, which says whose."""
 
 
 # -- broken on purpose -------------------------------------------------------------------------------------------------
